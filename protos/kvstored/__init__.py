@@ -1,0 +1,1 @@
+"""The contract of kvstored: messages, shared-memory layout, errors. No behaviour of either side."""

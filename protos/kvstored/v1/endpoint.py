@@ -1,0 +1,35 @@
+"""Where the daemon is found when nobody says where: one rule for the daemon and its clients."""
+
+import os
+from pathlib import Path
+
+SYSTEM_RUNTIME_DIR = Path("/run/kvstored")
+SOCKET_NAME = "kvstored.sock"
+ENDPOINT_VARIABLE = "KVSTORED_ENDPOINT"
+
+
+def user_runtime_dir() -> Path:
+    """The user's own runtime directory for kvstored; need not exist.
+
+    `$XDG_RUNTIME_DIR/kvstored`; root without one gets `/run/kvstored`, anybody else
+    `/tmp/kvstored-UID`, which the daemon creates 0700 and refuses if another owns it.
+    """
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    if base:
+        return Path(base) / "kvstored"
+    uid = os.getuid()
+    return SYSTEM_RUNTIME_DIR if uid == 0 else Path(f"/tmp/kvstored-{uid}")
+
+
+def default_endpoint() -> str:
+    """`$KVSTORED_ENDPOINT`, else the user's own socket if there is one, else the system's if there is one.
+
+    Where neither exists the user's own is named, so that a message says where a daemon
+    started by hand would have been.
+    """
+    named = os.environ.get(ENDPOINT_VARIABLE, "")
+    if named:
+        return named
+    own = user_runtime_dir() / SOCKET_NAME
+    system = SYSTEM_RUNTIME_DIR / SOCKET_NAME
+    return f"unix://{system if system.exists() and not own.exists() else own}"

@@ -1,0 +1,715 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Code(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OK: _ClassVar[Code]
+    INVALID_ARGUMENT: _ClassVar[Code]
+    DEADLINE_EXCEEDED: _ClassVar[Code]
+    RESOURCE_EXHAUSTED: _ClassVar[Code]
+    FAILED_PRECONDITION: _ClassVar[Code]
+    INTERNAL: _ClassVar[Code]
+    UNAVAILABLE: _ClassVar[Code]
+    UNAUTHENTICATED: _ClassVar[Code]
+
+class CommitResult(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STORED: _ClassVar[CommitResult]
+    EXISTS: _ClassVar[CommitResult]
+    REJECTED: _ClassVar[CommitResult]
+
+class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TIER_NONE: _ClassVar[Tier]
+    TIER_GPU: _ClassVar[Tier]
+    TIER_HOST: _ClassVar[Tier]
+    TIER_SSD: _ClassVar[Tier]
+    TIER_REMOTE: _ClassVar[Tier]
+OK: Code
+INVALID_ARGUMENT: Code
+DEADLINE_EXCEEDED: Code
+RESOURCE_EXHAUSTED: Code
+FAILED_PRECONDITION: Code
+INTERNAL: Code
+UNAVAILABLE: Code
+UNAUTHENTICATED: Code
+STORED: CommitResult
+EXISTS: CommitResult
+REJECTED: CommitResult
+TIER_NONE: Tier
+TIER_GPU: Tier
+TIER_HOST: Tier
+TIER_SSD: Tier
+TIER_REMOTE: Tier
+
+class Error(_message.Message):
+    __slots__ = ("code", "message")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    code: Code
+    message: str
+    def __init__(self, code: _Optional[_Union[Code, str]] = ..., message: _Optional[str] = ...) -> None: ...
+
+class HelloRequest(_message.Message):
+    __slots__ = ("protocol", "client", "tenant", "read_only", "resume")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    READ_ONLY_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    client: str
+    tenant: str
+    read_only: bool
+    resume: Resume
+    def __init__(self, protocol: _Optional[int] = ..., client: _Optional[str] = ..., tenant: _Optional[str] = ..., read_only: bool = ..., resume: _Optional[_Union[Resume, _Mapping]] = ...) -> None: ...
+
+class Resume(_message.Message):
+    __slots__ = ("nonce", "leased", "granted")
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    LEASED_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
+    nonce: int
+    leased: _containers.RepeatedScalarFieldContainer[int]
+    granted: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, nonce: _Optional[int] = ..., leased: _Optional[_Iterable[int]] = ..., granted: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class HelloReply(_message.Message):
+    __slots__ = ("protocol", "nonce", "epoch", "version", "pid", "read_only", "read_only_reason", "tenant_bytes", "oldest_protocol", "resumed")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    READ_ONLY_FIELD_NUMBER: _ClassVar[int]
+    READ_ONLY_REASON_FIELD_NUMBER: _ClassVar[int]
+    TENANT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    nonce: int
+    epoch: int
+    version: str
+    pid: int
+    read_only: bool
+    read_only_reason: str
+    tenant_bytes: int
+    oldest_protocol: int
+    resumed: bool
+    def __init__(self, protocol: _Optional[int] = ..., nonce: _Optional[int] = ..., epoch: _Optional[int] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., read_only: bool = ..., read_only_reason: _Optional[str] = ..., tenant_bytes: _Optional[int] = ..., oldest_protocol: _Optional[int] = ..., resumed: bool = ...) -> None: ...
+
+class IndexRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class IndexReply(_message.Message):
+    __slots__ = ("size_bytes", "generation")
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    size_bytes: int
+    generation: int
+    def __init__(self, size_bytes: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class SegmentsRequest(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SegmentsReply(_message.Message):
+    __slots__ = ("segments",)
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    segments: _containers.RepeatedCompositeFieldContainer[Segment]
+    def __init__(self, segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ...) -> None: ...
+
+class Segment(_message.Message):
+    __slots__ = ("id", "size_bytes", "huge_pages")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HUGE_PAGES_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    size_bytes: int
+    huge_pages: bool
+    def __init__(self, id: _Optional[int] = ..., size_bytes: _Optional[int] = ..., huge_pages: bool = ...) -> None: ...
+
+class OpenNamespaceRequest(_message.Message):
+    __slots__ = ("digest", "block_bytes", "label")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    block_bytes: int
+    label: str
+    def __init__(self, digest: _Optional[bytes] = ..., block_bytes: _Optional[int] = ..., label: _Optional[str] = ...) -> None: ...
+
+class OpenNamespaceReply(_message.Message):
+    __slots__ = ("namespace_id", "slot_bytes", "grant_max", "reserve_max")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GRANT_MAX_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_MAX_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: int
+    slot_bytes: int
+    grant_max: int
+    reserve_max: int
+    def __init__(self, namespace_id: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., grant_max: _Optional[int] = ..., reserve_max: _Optional[int] = ...) -> None: ...
+
+class Hint(_message.Message):
+    __slots__ = ("conversation", "tokens_generated", "priority", "ttl_s")
+    CONVERSATION_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_GENERATED_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    conversation: str
+    tokens_generated: int
+    priority: int
+    ttl_s: float
+    def __init__(self, conversation: _Optional[str] = ..., tokens_generated: _Optional[int] = ..., priority: _Optional[int] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+
+class ReserveRequest(_message.Message):
+    __slots__ = ("namespace_id", "count")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: int
+    count: int
+    def __init__(self, namespace_id: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
+
+class ReserveReply(_message.Message):
+    __slots__ = ("slots",)
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, slots: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CommitRequest(_message.Message):
+    __slots__ = ("namespace_id", "keys", "slots", "parents", "depths", "hint", "want", "durable")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
+    DEPTHS_FIELD_NUMBER: _ClassVar[int]
+    HINT_FIELD_NUMBER: _ClassVar[int]
+    WANT_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: int
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    parents: _containers.RepeatedScalarFieldContainer[bytes]
+    depths: _containers.RepeatedScalarFieldContainer[int]
+    hint: Hint
+    want: int
+    durable: bool
+    def __init__(self, namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., slots: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[bytes]] = ..., depths: _Optional[_Iterable[int]] = ..., hint: _Optional[_Union[Hint, _Mapping]] = ..., want: _Optional[int] = ..., durable: bool = ...) -> None: ...
+
+class CommitReply(_message.Message):
+    __slots__ = ("results", "slots")
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    results: _containers.RepeatedScalarFieldContainer[CommitResult]
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, results: _Optional[_Iterable[_Union[CommitResult, str]]] = ..., slots: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class AbortRequest(_message.Message):
+    __slots__ = ("slots",)
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, slots: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class AbortReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class MatchRequest(_message.Message):
+    __slots__ = ("namespace_id", "keys")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: int
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class MatchReply(_message.Message):
+    __slots__ = ("blocks", "tiers")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    tiers: _containers.RepeatedScalarFieldContainer[Tier]
+    def __init__(self, blocks: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[Tier, str]]] = ...) -> None: ...
+
+class AcquireRequest(_message.Message):
+    __slots__ = ("namespace_id", "keys")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: int
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class AcquireReply(_message.Message):
+    __slots__ = ("slots",)
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, slots: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("slots",)
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, slots: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ReleaseReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TouchRequest(_message.Message):
+    __slots__ = ("keys", "hits", "misses", "hit_bytes", "hint")
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    HIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HINT_FIELD_NUMBER: _ClassVar[int]
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    hits: int
+    misses: int
+    hit_bytes: int
+    hint: Hint
+    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., hit_bytes: _Optional[int] = ..., hint: _Optional[_Union[Hint, _Mapping]] = ...) -> None: ...
+
+class TouchReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RemoveRequest(_message.Message):
+    __slots__ = ("namespace_id", "keys")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: int
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class RemoveReply(_message.Message):
+    __slots__ = ("removed",)
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    removed: int
+    def __init__(self, removed: _Optional[int] = ...) -> None: ...
+
+class PinRequest(_message.Message):
+    __slots__ = ("namespace_id", "keys", "ttl_s")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: int
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    ttl_s: float
+    def __init__(self, namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+
+class PinReply(_message.Message):
+    __slots__ = ("pinned",)
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    pinned: int
+    def __init__(self, pinned: _Optional[int] = ...) -> None: ...
+
+class UnpinRequest(_message.Message):
+    __slots__ = ("namespace_id", "keys")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: int
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class UnpinReply(_message.Message):
+    __slots__ = ("unpinned",)
+    UNPINNED_FIELD_NUMBER: _ClassVar[int]
+    unpinned: int
+    def __init__(self, unpinned: _Optional[int] = ...) -> None: ...
+
+class ClearRequest(_message.Message):
+    __slots__ = ("namespace_id",)
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: int
+    def __init__(self, namespace_id: _Optional[int] = ...) -> None: ...
+
+class ClearReply(_message.Message):
+    __slots__ = ("removed",)
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    removed: int
+    def __init__(self, removed: _Optional[int] = ...) -> None: ...
+
+class SyncRequest(_message.Message):
+    __slots__ = ("detached",)
+    DETACHED_FIELD_NUMBER: _ClassVar[int]
+    detached: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, detached: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SyncReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatsReply(_message.Message):
+    __slots__ = ("daemon", "host", "pools", "sessions", "counters", "indexes", "loops", "namespaces")
+    DAEMON_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    INDEXES_FIELD_NUMBER: _ClassVar[int]
+    LOOPS_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    daemon: DaemonStats
+    host: HostStats
+    pools: _containers.RepeatedCompositeFieldContainer[PoolStats]
+    sessions: _containers.RepeatedCompositeFieldContainer[SessionStats]
+    counters: Counters
+    indexes: _containers.RepeatedCompositeFieldContainer[IndexStats]
+    loops: _containers.RepeatedCompositeFieldContainer[LoopStats]
+    namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceStats]
+    def __init__(self, daemon: _Optional[_Union[DaemonStats, _Mapping]] = ..., host: _Optional[_Union[HostStats, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[PoolStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., indexes: _Optional[_Iterable[_Union[IndexStats, _Mapping]]] = ..., loops: _Optional[_Iterable[_Union[LoopStats, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ...) -> None: ...
+
+class DaemonStats(_message.Message):
+    __slots__ = ("version", "pid", "epoch", "uptime_s", "socket", "grpc", "healthy", "problems", "rss_anon_bytes")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    SOCKET_FIELD_NUMBER: _ClassVar[int]
+    GRPC_FIELD_NUMBER: _ClassVar[int]
+    HEALTHY_FIELD_NUMBER: _ClassVar[int]
+    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    RSS_ANON_BYTES_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    pid: int
+    epoch: int
+    uptime_s: float
+    socket: str
+    grpc: str
+    healthy: bool
+    problems: _containers.RepeatedScalarFieldContainer[str]
+    rss_anon_bytes: int
+    def __init__(self, version: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., uptime_s: _Optional[float] = ..., socket: _Optional[str] = ..., grpc: _Optional[str] = ..., healthy: bool = ..., problems: _Optional[_Iterable[str]] = ..., rss_anon_bytes: _Optional[int] = ...) -> None: ...
+
+class HostStats(_message.Message):
+    __slots__ = ("size_bytes", "segment_bytes", "segments", "unassigned_bytes", "draining_bytes", "locked", "locked_reason", "huge_pages", "used_bytes", "block_bytes")
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    UNASSIGNED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOCKED_FIELD_NUMBER: _ClassVar[int]
+    LOCKED_REASON_FIELD_NUMBER: _ClassVar[int]
+    HUGE_PAGES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    size_bytes: int
+    segment_bytes: int
+    segments: int
+    unassigned_bytes: int
+    draining_bytes: int
+    locked: bool
+    locked_reason: str
+    huge_pages: bool
+    used_bytes: int
+    block_bytes: int
+    def __init__(self, size_bytes: _Optional[int] = ..., segment_bytes: _Optional[int] = ..., segments: _Optional[int] = ..., unassigned_bytes: _Optional[int] = ..., draining_bytes: _Optional[int] = ..., locked: bool = ..., locked_reason: _Optional[str] = ..., huge_pages: bool = ..., used_bytes: _Optional[int] = ..., block_bytes: _Optional[int] = ...) -> None: ...
+
+class PoolStats(_message.Message):
+    __slots__ = ("tenant", "block_bytes", "slot_bytes", "segments", "slots", "free", "granted", "quarantined", "blocks", "leased", "pinned", "doomed")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    FREE_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LEASED_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    DOOMED_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    block_bytes: int
+    slot_bytes: int
+    segments: int
+    slots: int
+    free: int
+    granted: int
+    quarantined: int
+    blocks: int
+    leased: int
+    pinned: int
+    doomed: int
+    def __init__(self, tenant: _Optional[str] = ..., block_bytes: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., segments: _Optional[int] = ..., slots: _Optional[int] = ..., free: _Optional[int] = ..., granted: _Optional[int] = ..., quarantined: _Optional[int] = ..., blocks: _Optional[int] = ..., leased: _Optional[int] = ..., pinned: _Optional[int] = ..., doomed: _Optional[int] = ...) -> None: ...
+
+class SessionStats(_message.Message):
+    __slots__ = ("id", "client", "tenant", "pid", "local", "read_only", "granted_slots", "leased_slots", "held_bytes", "age_s", "ended")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_FIELD_NUMBER: _ClassVar[int]
+    READ_ONLY_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    LEASED_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    client: str
+    tenant: str
+    pid: int
+    local: bool
+    read_only: bool
+    granted_slots: int
+    leased_slots: int
+    held_bytes: int
+    age_s: float
+    ended: bool
+    def __init__(self, id: _Optional[int] = ..., client: _Optional[str] = ..., tenant: _Optional[str] = ..., pid: _Optional[int] = ..., local: bool = ..., read_only: bool = ..., granted_slots: _Optional[int] = ..., leased_slots: _Optional[int] = ..., held_bytes: _Optional[int] = ..., age_s: _Optional[float] = ..., ended: bool = ...) -> None: ...
+
+class Counters(_message.Message):
+    __slots__ = ("stored", "existing", "rejected", "hits", "misses", "hit_bytes", "evicted", "evicted_inner", "evicted_orphans", "expired", "removed", "sessions_opened", "sessions_ended", "protocol_errors", "exhausted", "segments_moved", "reservations_expired")
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    EXISTING_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    HIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_INNER_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_ORPHANS_FIELD_NUMBER: _ClassVar[int]
+    EXPIRED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_OPENED_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_ENDED_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    EXHAUSTED_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_MOVED_FIELD_NUMBER: _ClassVar[int]
+    RESERVATIONS_EXPIRED_FIELD_NUMBER: _ClassVar[int]
+    stored: int
+    existing: int
+    rejected: int
+    hits: int
+    misses: int
+    hit_bytes: int
+    evicted: int
+    evicted_inner: int
+    evicted_orphans: int
+    expired: int
+    removed: int
+    sessions_opened: int
+    sessions_ended: int
+    protocol_errors: int
+    exhausted: int
+    segments_moved: int
+    reservations_expired: int
+    def __init__(self, stored: _Optional[int] = ..., existing: _Optional[int] = ..., rejected: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., hit_bytes: _Optional[int] = ..., evicted: _Optional[int] = ..., evicted_inner: _Optional[int] = ..., evicted_orphans: _Optional[int] = ..., expired: _Optional[int] = ..., removed: _Optional[int] = ..., sessions_opened: _Optional[int] = ..., sessions_ended: _Optional[int] = ..., protocol_errors: _Optional[int] = ..., exhausted: _Optional[int] = ..., segments_moved: _Optional[int] = ..., reservations_expired: _Optional[int] = ...) -> None: ...
+
+class IndexStats(_message.Message):
+    __slots__ = ("tenant", "generation", "capacity", "live", "tombstones", "size_bytes", "unpublished")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    TOMBSTONES_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UNPUBLISHED_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    generation: int
+    capacity: int
+    live: int
+    tombstones: int
+    size_bytes: int
+    unpublished: int
+    def __init__(self, tenant: _Optional[str] = ..., generation: _Optional[int] = ..., capacity: _Optional[int] = ..., live: _Optional[int] = ..., tombstones: _Optional[int] = ..., size_bytes: _Optional[int] = ..., unpublished: _Optional[int] = ...) -> None: ...
+
+class LoopStats(_message.Message):
+    __slots__ = ("name", "runs", "errors", "last_error", "failing")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
+    LAST_ERROR_FIELD_NUMBER: _ClassVar[int]
+    FAILING_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    runs: int
+    errors: int
+    last_error: str
+    failing: bool
+    def __init__(self, name: _Optional[str] = ..., runs: _Optional[int] = ..., errors: _Optional[int] = ..., last_error: _Optional[str] = ..., failing: bool = ...) -> None: ...
+
+class NamespaceStats(_message.Message):
+    __slots__ = ("tenant", "id", "label", "digest", "block_bytes", "blocks")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    id: int
+    label: str
+    digest: bytes
+    block_bytes: int
+    blocks: int
+    def __init__(self, tenant: _Optional[str] = ..., id: _Optional[int] = ..., label: _Optional[str] = ..., digest: _Optional[bytes] = ..., block_bytes: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
+
+class HealthRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class HealthReply(_message.Message):
+    __slots__ = ("healthy", "problems", "version", "uptime_s")
+    HEALTHY_FIELD_NUMBER: _ClassVar[int]
+    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    healthy: bool
+    problems: _containers.RepeatedScalarFieldContainer[str]
+    version: str
+    uptime_s: float
+    def __init__(self, healthy: bool = ..., problems: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ...) -> None: ...
+
+class Request(_message.Message):
+    __slots__ = ("id", "hello", "index", "segments", "open_namespace", "reserve", "commit", "abort", "match", "acquire", "release", "touch", "remove", "pin", "unpin", "clear", "sync", "stats", "health")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    OPEN_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    MATCH_FIELD_NUMBER: _ClassVar[int]
+    ACQUIRE_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    TOUCH_FIELD_NUMBER: _ClassVar[int]
+    REMOVE_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    UNPIN_FIELD_NUMBER: _ClassVar[int]
+    CLEAR_FIELD_NUMBER: _ClassVar[int]
+    SYNC_FIELD_NUMBER: _ClassVar[int]
+    STATS_FIELD_NUMBER: _ClassVar[int]
+    HEALTH_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    hello: HelloRequest
+    index: IndexRequest
+    segments: SegmentsRequest
+    open_namespace: OpenNamespaceRequest
+    reserve: ReserveRequest
+    commit: CommitRequest
+    abort: AbortRequest
+    match: MatchRequest
+    acquire: AcquireRequest
+    release: ReleaseRequest
+    touch: TouchRequest
+    remove: RemoveRequest
+    pin: PinRequest
+    unpin: UnpinRequest
+    clear: ClearRequest
+    sync: SyncRequest
+    stats: StatsRequest
+    health: HealthRequest
+    def __init__(self, id: _Optional[int] = ..., hello: _Optional[_Union[HelloRequest, _Mapping]] = ..., index: _Optional[_Union[IndexRequest, _Mapping]] = ..., segments: _Optional[_Union[SegmentsRequest, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceRequest, _Mapping]] = ..., reserve: _Optional[_Union[ReserveRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., abort: _Optional[_Union[AbortRequest, _Mapping]] = ..., match: _Optional[_Union[MatchRequest, _Mapping]] = ..., acquire: _Optional[_Union[AcquireRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., touch: _Optional[_Union[TouchRequest, _Mapping]] = ..., remove: _Optional[_Union[RemoveRequest, _Mapping]] = ..., pin: _Optional[_Union[PinRequest, _Mapping]] = ..., unpin: _Optional[_Union[UnpinRequest, _Mapping]] = ..., clear: _Optional[_Union[ClearRequest, _Mapping]] = ..., sync: _Optional[_Union[SyncRequest, _Mapping]] = ..., stats: _Optional[_Union[StatsRequest, _Mapping]] = ..., health: _Optional[_Union[HealthRequest, _Mapping]] = ...) -> None: ...
+
+class Reply(_message.Message):
+    __slots__ = ("id", "error", "recall", "detach", "hello", "index", "segments", "open_namespace", "reserve", "commit", "abort", "match", "acquire", "release", "touch", "remove", "pin", "unpin", "clear", "sync", "stats", "health")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    RECALL_FIELD_NUMBER: _ClassVar[int]
+    DETACH_FIELD_NUMBER: _ClassVar[int]
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    OPEN_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    MATCH_FIELD_NUMBER: _ClassVar[int]
+    ACQUIRE_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    TOUCH_FIELD_NUMBER: _ClassVar[int]
+    REMOVE_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    UNPIN_FIELD_NUMBER: _ClassVar[int]
+    CLEAR_FIELD_NUMBER: _ClassVar[int]
+    SYNC_FIELD_NUMBER: _ClassVar[int]
+    STATS_FIELD_NUMBER: _ClassVar[int]
+    HEALTH_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    error: Error
+    recall: bool
+    detach: _containers.RepeatedScalarFieldContainer[int]
+    hello: HelloReply
+    index: IndexReply
+    segments: SegmentsReply
+    open_namespace: OpenNamespaceReply
+    reserve: ReserveReply
+    commit: CommitReply
+    abort: AbortReply
+    match: MatchReply
+    acquire: AcquireReply
+    release: ReleaseReply
+    touch: TouchReply
+    remove: RemoveReply
+    pin: PinReply
+    unpin: UnpinReply
+    clear: ClearReply
+    sync: SyncReply
+    stats: StatsReply
+    health: HealthReply
+    def __init__(self, id: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., recall: bool = ..., detach: _Optional[_Iterable[int]] = ..., hello: _Optional[_Union[HelloReply, _Mapping]] = ..., index: _Optional[_Union[IndexReply, _Mapping]] = ..., segments: _Optional[_Union[SegmentsReply, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceReply, _Mapping]] = ..., reserve: _Optional[_Union[ReserveReply, _Mapping]] = ..., commit: _Optional[_Union[CommitReply, _Mapping]] = ..., abort: _Optional[_Union[AbortReply, _Mapping]] = ..., match: _Optional[_Union[MatchReply, _Mapping]] = ..., acquire: _Optional[_Union[AcquireReply, _Mapping]] = ..., release: _Optional[_Union[ReleaseReply, _Mapping]] = ..., touch: _Optional[_Union[TouchReply, _Mapping]] = ..., remove: _Optional[_Union[RemoveReply, _Mapping]] = ..., pin: _Optional[_Union[PinReply, _Mapping]] = ..., unpin: _Optional[_Union[UnpinReply, _Mapping]] = ..., clear: _Optional[_Union[ClearReply, _Mapping]] = ..., sync: _Optional[_Union[SyncReply, _Mapping]] = ..., stats: _Optional[_Union[StatsReply, _Mapping]] = ..., health: _Optional[_Union[HealthReply, _Mapping]] = ...) -> None: ...
+
+class PutHeader(_message.Message):
+    __slots__ = ("namespace_id", "keys", "parents", "depths", "hint", "durable")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
+    DEPTHS_FIELD_NUMBER: _ClassVar[int]
+    HINT_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: int
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    parents: _containers.RepeatedScalarFieldContainer[bytes]
+    depths: _containers.RepeatedScalarFieldContainer[int]
+    hint: Hint
+    durable: bool
+    def __init__(self, namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., parents: _Optional[_Iterable[bytes]] = ..., depths: _Optional[_Iterable[int]] = ..., hint: _Optional[_Union[Hint, _Mapping]] = ..., durable: bool = ...) -> None: ...
+
+class PutChunk(_message.Message):
+    __slots__ = ("header", "data", "checksum")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    header: PutHeader
+    data: bytes
+    checksum: int
+    def __init__(self, header: _Optional[_Union[PutHeader, _Mapping]] = ..., data: _Optional[bytes] = ..., checksum: _Optional[int] = ...) -> None: ...
+
+class PutReply(_message.Message):
+    __slots__ = ("results",)
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    results: _containers.RepeatedScalarFieldContainer[CommitResult]
+    def __init__(self, results: _Optional[_Iterable[_Union[CommitResult, str]]] = ...) -> None: ...
+
+class GetRequest(_message.Message):
+    __slots__ = ("namespace_id", "keys")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: int
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class GetChunk(_message.Message):
+    __slots__ = ("blocks", "data", "checksum")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    data: bytes
+    checksum: int
+    def __init__(self, blocks: _Optional[int] = ..., data: _Optional[bytes] = ..., checksum: _Optional[int] = ...) -> None: ...
