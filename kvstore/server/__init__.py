@@ -1,0 +1,1 @@
+"""The edge: sessions over the Unix socket and gRPC, both calling the same core."""

@@ -29,10 +29,8 @@ def namespace_digest(identity: Mapping[str, str | int]) -> bytes:
     for name in sorted(identity):
         value = identity[name]
         kind, text = (b"i", str(value)) if isinstance(value, int) else (b"s", value)
-        for part in (name.encode(), text.encode()):
-            h.update(struct.pack("<I", len(part)))
-            h.update(part)
-            h.update(kind)
+        for lead, part in ((b"", name.encode()), (kind, text.encode())):
+            h.update(lead + struct.pack("<I", len(part)) + part)
     return h.digest()
 
 

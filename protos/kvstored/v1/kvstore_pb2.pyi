@@ -149,16 +149,18 @@ class OpenNamespaceRequest(_message.Message):
     def __init__(self, digest: _Optional[bytes] = ..., block_bytes: _Optional[int] = ..., label: _Optional[str] = ...) -> None: ...
 
 class OpenNamespaceReply(_message.Message):
-    __slots__ = ("namespace_id", "slot_bytes", "grant_max", "reserve_max")
+    __slots__ = ("namespace_id", "slot_bytes", "grant_max", "reserve_max", "segments")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
     GRANT_MAX_FIELD_NUMBER: _ClassVar[int]
     RESERVE_MAX_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     namespace_id: int
     slot_bytes: int
     grant_max: int
     reserve_max: int
-    def __init__(self, namespace_id: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., grant_max: _Optional[int] = ..., reserve_max: _Optional[int] = ...) -> None: ...
+    segments: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, namespace_id: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., grant_max: _Optional[int] = ..., reserve_max: _Optional[int] = ..., segments: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Hint(_message.Message):
     __slots__ = ("conversation", "tokens_generated", "priority", "ttl_s")
@@ -339,10 +341,12 @@ class ClearReply(_message.Message):
     def __init__(self, removed: _Optional[int] = ...) -> None: ...
 
 class SyncRequest(_message.Message):
-    __slots__ = ("detached",)
+    __slots__ = ("detached", "leaving")
     DETACHED_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     detached: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, detached: _Optional[_Iterable[int]] = ...) -> None: ...
+    leaving: bool
+    def __init__(self, detached: _Optional[_Iterable[int]] = ..., leaving: bool = ...) -> None: ...
 
 class SyncReply(_message.Message):
     __slots__ = ()

@@ -1,0 +1,91 @@
+# Everything lives in .venv/ of this checkout. A step that is done leaves a stamp there, so a second call installs
+# nothing. PYTHON=... chooses the interpreter of a new .venv (3.11 or later).
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; done)
+
+PY := .venv/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check --no-input
+GENERATED := protos/kvstored/v1
+# A directory joins the checks with its first Python file.
+CHECKED := $(foreach d,kvstore client/kvstore_client client/demo protos/kvstored tests bench,\
+	$(if $(shell find $(d) -name '*.py' -print -quit 2>/dev/null),$(d)))
+
+.PHONY: help install check lint format test demo bench protos wheel-check clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+install: .venv/.stamp-demo  ## make .venv/ with all that programs, tests, demo and benchmarks need
+
+check: lint test  ## formatting, lints, strict types, then all tests
+
+lint: .venv/.stamp-dev  ## formatting, lints and strict types
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy $(CHECKED)
+
+format: .venv/.stamp-dev  ## format the code and mend what ruff can mend
+	.venv/bin/ruff format .
+	.venv/bin/ruff check --fix .
+
+test: .venv/.stamp-dev  ## all tests; ARGS='-m "not stress"' or ARGS=tests/core for fewer
+	$(PY) -m pytest -q $(ARGS)
+
+demo: .venv/.stamp-demo  ## a prefix computed by one process, reused by another
+	$(PY) client/demo/prefix_demo.py
+
+bench: .venv/.stamp-dev  ## the benchmarks; ARGS=--help says more
+	$(PY) -m bench $(ARGS)
+
+protos: .venv/.stamp-dev  ## generate the Python code of the contract again
+	$(PY) -m grpc_tools.protoc -I protos --python_out=protos --pyi_out=protos --grpc_python_out=protos \
+		$(GENERATED)/kvstore.proto
+
+wheel-check: .venv/.stamp-dev  ## build the wheel and try it in three fresh environments
+	$(PY) tests/packaging/wheel_check.py
+
+clean:  ## remove caches and build output (.venv/ stays)
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -path ./.venv -prune -o -path ./.git -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
+	find . -maxdepth 2 -path ./.venv -prune -o -name '*.egg-info' -type d -print0 | xargs -0 rm -rf
+
+# Debian ships python3 without ensurepip; root may have it installed, anybody else is told what to ask for.
+.venv/.stamp-venv:
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "make: no Python 3.11 or later found: install python3.11, or name one with make PYTHON=/path/to/python3" >&2; \
+		exit 1; \
+	fi
+	@if ! $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null; then \
+		package="python$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv"; \
+		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+			echo "installing $$package (this Python has no ensurepip) ..."; \
+			export DEBIAN_FRONTEND=noninteractive; \
+			apt-get update -qq && { apt-get install -y -qq "$$package" || apt-get install -y -qq python3-venv; } >/dev/null; \
+		else \
+			echo "make: $(PYTHON) cannot make virtual environments: run 'apt-get install -y python3-venv' as root, then make again" >&2; \
+			exit 1; \
+		fi; \
+	fi
+	@if ! $(PY) -m pip --version >/dev/null 2>&1; then \
+		echo "making .venv with $(PYTHON) ..."; \
+		$(PYTHON) -m venv --clear .venv; \
+	fi
+	@touch $@
+
+.venv/.stamp-dev: pyproject.toml | .venv/.stamp-venv
+	@echo "installing kvstored with its daemon and development tools ..."
+	@$(PIP) install -qq -e '.[daemon,dev]'
+	@touch $@
+
+# torch first and alone: with everything else in one call the resolver may settle on a build for CUDA, gigabytes more.
+.venv/.stamp-demo: .venv/.stamp-dev
+	@echo "installing torch (CPU) ..."
+	@$(PIP) install -qq 'torch==2.13.0'
+	@echo "installing transformers ..."
+	@$(PIP) install -qq -e '.[demo]'
+	@touch $@

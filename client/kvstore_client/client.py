@@ -1,0 +1,95 @@
+"""The client: one per engine process, shared by its threads."""
+
+import os
+from types import TracebackType
+from typing import Any, Self
+
+from kvstore_client.layout import Layout
+from kvstore_client.local import LocalTransport
+from kvstore_client.namespace import Namespace
+from kvstore_client.results import Health
+from kvstore_client.transport import Identity, Transport
+from kvstored.v1 import endpoint as endpoints
+from kvstored.v1 import keys as naming
+from kvstored.v1.errors import InvalidArgument
+
+LABEL_BYTES_MAX = 200
+
+
+class Client:
+    """A connection to a kvstored, which may come and go.
+
+    `endpoint`: "unix:///path" (the daemon of this machine, by shared memory),
+    "grpc://host:port", "grpcs://host:port" or "grpc+unix:///path" (bytes by gRPC); None:
+    `$KVSTORED_ENDPOINT`, then the user's own socket, then the system's.
+
+    A daemon that is away is not an error: reads miss, puts are rejected, `health()` says
+    so, management raises Unavailable, and the client connects again by itself. A daemon
+    of another protocol raises FailedPrecondition here. `timeout_s` bounds every call.
+    """
+
+    def __init__(
+        self,
+        endpoint: str | None = None,
+        *,
+        tenant: str = "default",
+        name: str = "",
+        timeout_s: float = 2.0,
+        read_only: bool = False,
+    ) -> None:
+        if not 0 < timeout_s < float("inf"):
+            raise InvalidArgument(f"timeout_s={timeout_s!r} is not a number of seconds above 0")
+        self.endpoint = endpoint or endpoints.default_endpoint()
+        self._transport = _transport(self.endpoint, name or f"pid-{os.getpid()}", tenant, timeout_s, read_only)
+
+    def namespace(self, layout: Layout, salt: str = "", adapter: str = "") -> Namespace:
+        """Blocks of one model as one rank lays them out; `adapter` (LoRA) and `salt` keep theirs apart."""
+        identity = {**layout.identity(), "kind": "layout", "salt": salt, "adapter": adapter}
+        label = layout.model + (f"+{adapter}" if adapter else "")
+        return self._namespace(identity, layout.block_bytes, label, layout.block_tokens)
+
+    def raw_namespace(self, name: str, block_bytes: int, salt: str = "") -> Namespace:
+        """Opaque blocks of `block_bytes` each, named by `key(...)`."""
+        if not isinstance(block_bytes, int) or not 1 <= block_bytes < 1 << 32:
+            raise InvalidArgument(f"block_bytes={block_bytes!r} is not between 1 and 4 GiB - 1")
+        identity: dict[str, str | int] = {"kind": "raw", "name": name, "block_bytes": block_bytes, "salt": salt}
+        return self._namespace(identity, block_bytes, name, 0)
+
+    def _namespace(self, identity: dict[str, str | int], block_bytes: int, label: str, block_tokens: int) -> Namespace:
+        label = label.encode()[:LABEL_BYTES_MAX].decode(errors="ignore")
+        named = Identity(naming.namespace_digest(identity), block_bytes, label)
+        self._transport.open(named)
+        return Namespace(self._transport, named, block_tokens)
+
+    def stats(self) -> dict[str, Any]:
+        """What the daemon says of itself, as nested dicts (StatsReply of the contract). Raises Unavailable."""
+        return self._transport.stats()
+
+    def health(self) -> Health:
+        """Whether the daemon can be reached and is well; never raises because it is away."""
+        return self._transport.health()
+
+    def close(self) -> None:
+        """Ends the session. Arrays made from leased views stay valid until they are gone."""
+        self._transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _transport(endpoint: str, name: str, tenant: str, timeout_s: float, read_only: bool) -> Transport:
+    scheme, separator, rest = endpoint.partition("://")
+    if scheme == "unix" and rest.startswith("/"):
+        return LocalTransport(rest, name, tenant, timeout_s, read_only)
+    if separator and scheme in ("grpc", "grpcs", "grpc+unix") and rest:
+        from kvstore_client.remote import GrpcTransport  # imports grpc, which a local client has no use for
+
+        return GrpcTransport(scheme, rest, name, tenant, timeout_s, read_only)
+    raise InvalidArgument(
+        f"endpoint {endpoint!r} is none of unix:///path, grpc://host:port, grpcs://host:port, grpc+unix:///path"
+    )

@@ -1,0 +1,128 @@
+"""Slots in a caller's hands: leased blocks to read in place, reserved slots to write in place.
+
+Each view exports from an object of its own, and that object refers to the hold. A numpy
+array or tensor made from a view keeps both alive, so the daemon is told only when the
+last user of the bytes is gone, whatever became of the lease or the `with` block.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from kvstore_client.results import Hint, PutResult
+from kvstored.v1.errors import FailedPrecondition, InvalidArgument
+
+
+class Lease:
+    """Leading blocks, held in memory and readable in place until released."""
+
+    def __init__(self, exporters: Callable[[], list[Any]], count: int) -> None:
+        """`exporters()` makes one object a block that exports its bytes and keeps the hold alive."""
+        self._exporters: Callable[[], list[Any]] | None = exporters
+        self._views: list[memoryview] | None = None
+        self._count = count
+
+    def __len__(self) -> int:
+        """How many blocks are held."""
+        return self._count
+
+    @property
+    def views(self) -> list[memoryview]:
+        """One read-only memoryview a block, without a copy. They stay valid while they live."""
+        if self._views is None:
+            if self._exporters is None:
+                raise FailedPrecondition("the lease was released")
+            self._views = [memoryview(exporter).cast("B").toreadonly() for exporter in self._exporters()]
+        return self._views
+
+    def numpy(self, i: int, dtype: DTypeLike = np.uint8) -> NDArray[Any]:
+        """Block `i` as a read-only array of `dtype`, one dimension, without a copy."""
+        return np.frombuffer(self.views[i], dtype)
+
+    def torch(self, i: int, dtype: Any = None) -> Any:
+        """Block `i` as a CPU tensor of `dtype` (default uint8), without a copy.
+
+        torch knows no read-only tensors: writing to this one would change the block for
+        everybody. Copy it before you change it.
+        """
+        import torch
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            return torch.frombuffer(self.views[i], dtype=dtype or torch.uint8)
+
+    def release(self) -> None:
+        """Lets go. What was made from the views keeps its block until it is gone itself."""
+        self._exporters = None
+        self._views = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class Slots:
+    """Reserved slots to fill in place: `views`, then `commit`. Leaving the `with` block without it aborts."""
+
+    def __init__(
+        self,
+        exporters: list[Any],
+        commit: Callable[[Sequence[bytes], int, Hint | None, bool], PutResult],
+    ) -> None:
+        self._views: list[memoryview] | None = [memoryview(exporter).cast("B") for exporter in exporters]
+        self._commit = commit
+        self._count = len(exporters)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def views(self) -> list[memoryview]:
+        """One writable memoryview a slot; of no use after commit or abort."""
+        if self._views is None:
+            raise FailedPrecondition("the slots were committed or aborted")
+        return self._views
+
+    def commit(
+        self, keys: Sequence[bytes], start: int = 0, *, hint: Hint | None = None, durable: bool = False
+    ) -> PutResult:
+        """Makes slot i visible as keys[start + i]; `keys` is the chain from its root, so that parents are known.
+
+        All writing must be done: arrays made from the views must not be written to from
+        here on. Slots without a key are given back.
+        """
+        count = len(keys) - start
+        if self._views is None:
+            raise FailedPrecondition("the slots were committed or aborted")
+        if not 1 <= count <= self._count:
+            raise InvalidArgument(f"{count} keys from start={start} for {self._count} slots")
+        try:
+            return self._commit(keys, start, hint, durable)
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """Gives back what was not committed, as soon as nothing made from the views is alive."""
+        if self._views is not None:
+            for view in self._views:
+                try:
+                    view.release()
+                except BufferError:
+                    continue  # an array made from it lives: its slot goes back with that array
+            self._views = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()

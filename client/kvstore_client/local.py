@@ -1,0 +1,566 @@
+"""The way to the daemon of this machine: reads straight from shared memory, writes with one copy and one message.
+
+    read    index -> copy -> check (rule 1); no call
+    put     index -> slots granted ahead (or Reserve) -> copy -> Commit
+    acquire Acquire -> views; Release when the last user of them is gone
+
+A keeper thread wakes once a second: it tells what was read, gives back idle grants,
+answers the daemon's notices, populates page tables of new segments, and reconnects with
+back-off when the daemon went away.
+"""
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvstore_client import stats
+from kvstore_client.buffers import Bytes
+from kvstore_client.index import SHARED_READS, IndexReader
+from kvstore_client.lease import Lease, Slots
+from kvstore_client.results import TIER_NAMES, Health, Hint, Match, PutResult
+from kvstore_client.session import LONG_CALL_S, Hold, Session
+from kvstore_client.transport import Identity
+from kvstored.v1 import KEYS_MAX, shm
+from kvstored.v1 import kvstore_pb2 as pb
+from kvstored.v1.errors import (
+    FailedPrecondition,
+    KVStoreError,
+    ResourceExhausted,
+    Unavailable,
+)
+
+log = logging.getLogger("kvstore_client")
+
+KEEPER_S = 1.0
+BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.05, 1.0
+COMMIT_BLOCKS = 64
+"""Blocks copied before they are committed together: what one Reserve may ask for."""
+
+T = TypeVar("T")
+
+_transports: "weakref.WeakSet[LocalTransport]" = weakref.WeakSet()
+
+_TIER_OF = [""] * 16
+for _flags in range(1, 16):
+    _TIER_OF[_flags] = next(
+        TIER_NAMES[tier]
+        for bit, tier in (
+            (shm.GPU, pb.TIER_GPU),
+            (shm.HOST, pb.TIER_HOST),
+            (shm.SSD, pb.TIER_SSD),
+            (shm.REMOTE, pb.TIER_REMOTE),
+        )
+        if _flags & bit
+    )
+
+
+class LocalTransport:
+    """Sessions with one daemon, one after the other when it restarts."""
+
+    def __init__(self, path: str, client: str, tenant: str, timeout_s: float, read_only: bool) -> None:
+        """Tries to connect once; a daemon that is away is no error here (it may come), another version is."""
+        self._arguments = (path, client, tenant, timeout_s, read_only)
+        self._path = path
+        self._session: Session | None = None
+        self._before: Session | None = None
+        self._down = ""
+        self._closed = False
+        self._connecting = threading.Lock()
+        self._wake = threading.Event()
+        self._backoff_s = BACKOFF_FIRST_S
+        self._retry_at = 0.0
+        self._forked = False
+        self._shared_reads = SHARED_READS
+        try:
+            self._connect()
+        except Unavailable as e:
+            log.warning("%s. Until then every read misses and every put is rejected.", e)
+        self._keeper = threading.Thread(target=_keep, args=(weakref.ref(self), self._wake), daemon=True)
+        self._keeper.name = "kvstore-keeper"
+        self._keeper.start()
+        _transports.add(self)
+
+    # -- sessions
+
+    def _connect(self) -> Session:
+        """The live session, or a new one. Raises Unavailable, or what the daemon refuses Hello with."""
+        with self._connecting:
+            if self._closed:
+                raise FailedPrecondition("the client is closed")
+            session = self._session
+            if session is not None and not session.hung_up():
+                return session
+            if session is not None:
+                self._before, self._session = session, None
+                log.warning("kvstored on unix://%s: %s; reads miss until it is back", self._path, session.dead)
+            try:
+                session = Session(*self._arguments)
+                session.open(self._before)
+            except KVStoreError as e:
+                self._down = str(e)
+                raise
+            if self._down:
+                log.warning("kvstored on unix://%s is back", self._path)
+            self._before, self._down, self._backoff_s = None, "", BACKOFF_FIRST_S
+            self._session = session
+            return session
+
+    def _now(self) -> Session | None:
+        """The live session if there is one; otherwise the keeper is told to look for the daemon."""
+        session = self._session
+        if session is not None and not session.dead:
+            return session
+        if self._forked:
+            raise FailedPrecondition("this client was made before a fork; make a new Client in the child")
+        if self._closed:
+            raise FailedPrecondition("the client is closed")
+        self._wake.set()
+        return None
+
+    def _need(self, call: Callable[[Session], T]) -> T:
+        """For management: connects if need be, and once more where the session turns out to be dead."""
+        self._now()
+        session = self._connect()
+        try:
+            return call(session)
+        except Unavailable:
+            if not session.dead:
+                raise
+        return call(self._connect())
+
+    def _opened(self, session: Session, ns: Identity) -> pb.OpenNamespaceReply:
+        """The namespace in this session, opened and its segments attached at first use."""
+        found = session.namespaces.get(ns.digest)
+        if found is None:
+            request = pb.OpenNamespaceRequest(digest=ns.digest, block_bytes=ns.block_bytes, label=ns.label)
+            found = session.call(pb.Request(open_namespace=request)).open_namespace
+            session.attach(found.segments)
+            session.namespaces[ns.digest] = found
+            if session.to_populate:
+                self._wake.set()
+        return found
+
+    def open(self, ns: Identity) -> None:
+        """Opens a namespace ahead of use, if the daemon is there."""
+        session = self._now()
+        if session is not None:
+            try:
+                self._opened(session, ns)
+            except Unavailable:
+                self._wake.set()
+
+    # -- reading
+
+    def match(self, ns: Identity, keys: Sequence[bytes]) -> Match:
+        session = self._now()
+        if session is None or not keys:
+            return Match(0, [])
+        try:
+            if not self._shared_reads:
+                return self._match_by_call(session, ns, keys)
+            count, flags = self._index(session).leading(keys, ns.block_bytes)
+        except Unavailable:
+            return Match(0, [])
+        if session.hung_up():
+            self._wake.set()
+            return Match(0, [])
+        return Match(count, [_TIER_OF[f & 15] for f in flags])
+
+    def _match_by_call(self, session: Session, ns: Identity, keys: Sequence[bytes]) -> Match:
+        number = self._opened(session, ns).namespace_id
+        tiers: list[str] = []
+        for at in range(0, len(keys), KEYS_MAX):
+            part = keys[at : at + KEYS_MAX]
+            reply = session.call(pb.Request(match=pb.MatchRequest(namespace_id=number, keys=part))).match
+            tiers += [TIER_NAMES[tier] for tier in reply.tiers]
+            if reply.blocks < len(part):
+                break
+        return Match(len(tiers), tiers)
+
+    def get_into(self, ns: Identity, keys: Sequence[bytes], start: int, out: list[Bytes]) -> int:
+        session = self._now()
+        if session is None:
+            return 0
+        try:
+            if not self._shared_reads:
+                return self._get_by_lease(session, ns, keys, start, out)
+            copied = self._copy_out(session, self._index(session), ns, keys, start, out)
+            if copied < 0:  # the index moved meanwhile: nothing counts, once more with the new one
+                copied = max(self._copy_out(session, self._index(session), ns, keys, start, out), 0)
+        except Unavailable:
+            self._wake.set()
+            return 0
+        self._count(session, keys, start, copied, ns.block_bytes)
+        return copied
+
+    def _copy_out(
+        self, session: Session, index: IndexReader, ns: Identity, keys: Sequence[bytes], start: int, out: list[Bytes]
+    ) -> int:
+        """Rule 1: number, fields, copy; then number, header and socket as before. -1 where the index moved."""
+        find, mappings, length = index.find, session.mappings, ns.block_bytes
+        numbers = index.numbers
+        read: list[tuple[int, int]] = []
+        for key, target in zip(keys[start:] if start else keys, out, strict=True):
+            entry = find(key)
+            if entry is None:
+                break
+            word, sequence, segment, found_length, offset, flags = entry
+            if found_length != length or not flags & shm.HOST:
+                break
+            mapping = mappings.get(segment)
+            if mapping is None:
+                mapping = session.mapping(segment) if numbers[word] == sequence else None
+                if mapping is None:
+                    break
+            if offset + length > mapping.size_bytes:
+                break  # fields of two writes: the check below would refuse them too
+            np.copyto(target, mapping.bytes[offset : offset + length])
+            read.append((word, sequence))
+        good = len(read)
+        for i, (word, sequence) in enumerate(read):
+            if numbers[word] != sequence:
+                good = i
+                break
+        if session.hung_up():
+            self._wake.set()
+            return 0
+        return good if index.current() else -1
+
+    def _get_by_lease(self, session: Session, ns: Identity, keys: Sequence[bytes], start: int, out: list[Bytes]) -> int:
+        """Where shared memory alone cannot be trusted: hold, copy, let go."""
+        copied = 0
+        for at in range(start, len(keys), COMMIT_BLOCKS):
+            part = keys[at : at + COMMIT_BLOCKS]
+            with self._acquire(session, ns, part, None) as lease:
+                for view in lease.views:
+                    np.copyto(out[copied], np.frombuffer(view, np.uint8))
+                    copied += 1
+                if len(lease) < len(part):
+                    break
+        self._count(session, keys, start, copied, ns.block_bytes)
+        return copied
+
+    def _count(self, session: Session, keys: Sequence[bytes], start: int, copied: int, block_bytes: int) -> None:
+        asked = len(keys) - start
+        session.count(tuple(keys[: start + copied]) if copied else (), copied, asked - copied, copied * block_bytes)
+
+    def _index(self, session: Session) -> IndexReader:
+        index = session.index
+        if not index.current():
+            session.refresh_index()
+            index = session.index
+        return index
+
+    def acquire(self, ns: Identity, keys: Sequence[bytes], timeout_s: float) -> Lease:
+        session = self._now()
+        if session is None or not keys:
+            return Lease(list, 0)
+        try:
+            return self._acquire(session, ns, keys[:KEYS_MAX], timeout_s)
+        except Unavailable:
+            self._wake.set()
+            return Lease(list, 0)
+
+    def _acquire(self, session: Session, ns: Identity, keys: Sequence[bytes], timeout_s: float | None) -> Lease:
+        opened = self._opened(session, ns)
+        request = pb.AcquireRequest(namespace_id=opened.namespace_id, keys=keys)
+        slots = session.acquire(request, timeout_s)
+        if not slots:
+            session.count((), 0, len(keys), 0)
+            return Lease(list, 0)
+        hold = session.held(slots)
+        session.attach(dict.fromkeys(map(shm.ref_segment, slots)))
+        session.count((), len(slots), len(keys) - len(slots), len(slots) * ns.block_bytes)
+
+        def exporters() -> list[Any]:
+            return [_exporter(session, slot, opened.slot_bytes, ns.block_bytes, hold) for slot in slots]
+
+        return Lease(exporters, len(slots))
+
+    # -- writing
+
+    def put(
+        self, ns: Identity, keys: Sequence[bytes], start: int, blocks: list[Bytes], hint: Hint | None, durable: bool
+    ) -> PutResult:
+        session = self._now()
+        if session is None:
+            return PutResult(0, 0, len(blocks), Unavailable(self._down or "the daemon went away"))
+        try:
+            todo = self._absent(session, ns, keys, start)
+            opened = self._opened(session, ns)
+        except Unavailable as e:
+            self._wake.set()
+            return PutResult(0, 0, len(blocks), e)
+        existing = len(blocks) - len(todo)
+        if durable and not todo:
+            session.call(pb.Request(commit=commit_request(opened.namespace_id, keys, [], [], hint, True, 0)))
+        if existing:
+            session.touched.append(tuple(keys))
+        stored, error = 0, None
+        while todo and error is None:
+            part, todo = todo[:COMMIT_BLOCKS], todo[COMMIT_BLOCKS:]
+            done, known, error, left = self._put_part(session, ns, opened, keys, start, blocks, part, hint, durable)
+            stored, existing, todo = stored + done, existing + known, left + todo
+        rejected = len(blocks) - stored - existing
+        if isinstance(error, ResourceExhausted) and not stored and not existing:
+            raise error
+        return PutResult(stored, existing, rejected, error)
+
+    def _absent(self, session: Session, ns: Identity, keys: Sequence[bytes], start: int) -> list[int]:
+        """Places in `keys` from `start` whose blocks are not there."""
+        index = self._index(session)
+        found = (index.find(keys[i]) for i in range(start, len(keys)))
+        return [i for i, entry in enumerate(found, start) if entry is None or entry[3] != ns.block_bytes]
+
+    def _put_part(
+        self,
+        session: Session,
+        ns: Identity,
+        opened: pb.OpenNamespaceReply,
+        keys: Sequence[bytes],
+        start: int,
+        blocks: list[Bytes],
+        part: list[int],
+        hint: Hint | None,
+        durable: bool,
+    ) -> tuple[int, int, KVStoreError | None, list[int]]:
+        """Stores what it finds slots for: blocks stored, found to exist, why it stopped, what it did not get to."""
+        slots: list[int] = []
+        try:
+            slots = session.take_granted(ns.block_bytes, len(part))
+            if len(slots) < len(part):
+                slots = self._reserve_more(session, opened, slots, len(part))
+            part, left = part[: len(slots)], part[len(slots) :]
+            for slot, i in zip(slots, part, strict=True):
+                np.copyto(_slot_bytes(session, slot, opened.slot_bytes, ns.block_bytes), blocks[i - start])
+            want = min(opened.grant_max, len(part))
+            request = commit_request(opened.namespace_id, keys, part, slots, hint, durable, want)
+            results = session.commit(request, ns.block_bytes, reuse=True)
+        except (Unavailable, ResourceExhausted, FailedPrecondition) as e:
+            session.give_up(slots)
+            if isinstance(e, FailedPrecondition):
+                raise
+            self._wake.set()
+            return 0, 0, e, []
+        except BaseException:
+            session.give_up(slots)
+            raise
+        return results.count(pb.STORED), results.count(pb.EXISTS), None, left
+
+    @staticmethod
+    def _reserve_more(session: Session, opened: pb.OpenNamespaceReply, slots: list[int], wanted: int) -> list[int]:
+        """Asks for what the grants did not cover; some slots are enough to go on with."""
+        try:
+            return slots + session.reserve(opened.namespace_id, min(wanted - len(slots), opened.reserve_max))
+        except ResourceExhausted:
+            if not slots:
+                raise
+            return slots
+
+    def reserve(self, ns: Identity, count: int) -> Slots:
+        self._now()
+        session = self._connect()
+        opened = self._opened(session, ns)
+        slots: list[int] = []
+        try:
+            while len(slots) < count:
+                slots += session.reserve(opened.namespace_id, min(count - len(slots), opened.reserve_max))
+            session.attach(dict.fromkeys(map(shm.ref_segment, slots)))
+        except BaseException:
+            session.give_up(slots)
+            raise
+        uncommitted = [[slot] for slot in slots]
+        exporters = [
+            _exporter(session, slot, opened.slot_bytes, ns.block_bytes, session.write_hold(own))
+            for slot, own in zip(slots, uncommitted, strict=True)
+        ]
+
+        def commit(keys: Sequence[bytes], start: int, hint: Hint | None, durable: bool) -> PutResult:
+            part = list(range(start, len(keys)))
+            results: list[int] = []
+            for at in range(0, len(part), COMMIT_BLOCKS):
+                some = part[at : at + COMMIT_BLOCKS]
+                mine = slots[at : at + len(some)]
+                request = commit_request(opened.namespace_id, keys, some, mine, hint, durable, 0)
+                results += session.commit(request, ns.block_bytes, reuse=False)
+            for own, result in zip(uncommitted, results, strict=False):
+                if result == pb.STORED:
+                    own.clear()
+            stored, existing = results.count(pb.STORED), results.count(pb.EXISTS)
+            return PutResult(stored, existing, len(results) - stored - existing)
+
+        return Slots(exporters, commit)
+
+    # -- management
+
+    def remove(self, ns: Identity, keys: Sequence[bytes]) -> int:
+        return self._each(ns, keys, lambda n, part: pb.Request(remove=pb.RemoveRequest(namespace_id=n, keys=part)))
+
+    def pin(self, ns: Identity, keys: Sequence[bytes], ttl_s: float) -> int:
+        return self._each(
+            ns, keys, lambda n, part: pb.Request(pin=pb.PinRequest(namespace_id=n, keys=part, ttl_s=ttl_s))
+        )
+
+    def unpin(self, ns: Identity, keys: Sequence[bytes]) -> int:
+        return self._each(ns, keys, lambda n, part: pb.Request(unpin=pb.UnpinRequest(namespace_id=n, keys=part)))
+
+    def _each(self, ns: Identity, keys: Sequence[bytes], request: Callable[[int, Sequence[bytes]], pb.Request]) -> int:
+        """One call for as many keys as a message takes; answers the sum of what they did."""
+        done = 0
+        for at in range(0, len(keys), KEYS_MAX):
+            part = keys[at : at + KEYS_MAX]
+
+            def call(session: Session, part: Sequence[bytes] = part) -> pb.Reply:
+                return session.call(request(self._opened(session, ns).namespace_id, part))
+
+            reply = self._need(call)
+            done += reply.remove.removed + reply.pin.pinned + reply.unpin.unpinned
+        return done
+
+    def clear(self, ns: Identity) -> int:
+        def call(session: Session) -> pb.Reply:
+            number = self._opened(session, ns).namespace_id
+            return session.call(pb.Request(clear=pb.ClearRequest(namespace_id=number)), LONG_CALL_S)
+
+        return self._need(call).clear.removed
+
+    def stats(self) -> dict[str, Any]:
+        request = pb.Request(stats=pb.StatsRequest())
+        return stats.as_dict(self._need(lambda session: session.call(request, LONG_CALL_S)).stats)
+
+    def health(self) -> Health:
+        try:
+            reply = self._need(lambda session: session.call(pb.Request(health=pb.HealthRequest()))).health
+        except Unavailable as e:
+            return Health(reachable=False, healthy=False, problems=[str(e)])
+        return Health(True, reply.healthy, list(reply.problems), reply.version, reply.uptime_s)
+
+    def close(self) -> None:
+        """Gives back what is held, tells what was read, ends the session. Views that live keep theirs until they go."""
+        if self._forked:
+            return
+        with self._connecting:
+            self._closed = True
+            session, self._session, self._before = self._session, None, None
+        self._wake.set()
+        if session is not None:
+            session.leave()
+
+    # -- the keeper
+
+    def _tick(self) -> float:
+        """One turn of the keeper; seconds until the next."""
+        session = self._session
+        if session is None or session.dead:
+            return self._reconnect()
+        while session.to_populate:
+            _populate(session)
+        try:
+            session.tell()
+            notice = session.index.notice
+            if notice != session.noticed or session.unmapping:
+                session.noticed = notice
+                session.sync()
+            session.return_idle_grants(KEEPER_S)
+            if not session.index.current() and not session.hung_up():
+                session.refresh_index()
+        except KVStoreError as e:
+            log.debug("keeper: %s", e)
+        return KEEPER_S
+
+    def _reconnect(self) -> float:
+        """Tries to connect, but not more often than the back-off allows, however many reads ask for it."""
+        early = self._retry_at - time.monotonic()
+        if early > 0:
+            return early
+        try:
+            self._connect()
+        except KVStoreError as e:
+            log.debug("reconnecting: %s", e)
+        else:
+            return KEEPER_S
+        pause, self._backoff_s = self._backoff_s, min(self._backoff_s * 2, BACKOFF_MAX_S)
+        self._retry_at = time.monotonic() + pause
+        return pause
+
+
+def commit_request(
+    number: int,
+    keys: Sequence[bytes],
+    places: list[int],
+    slots: list[int],
+    hint: Hint | None,
+    durable: bool,
+    want: int,
+) -> pb.CommitRequest:
+    """A Commit of keys[i] for i in `places`, each with its parent in the chain."""
+    return pb.CommitRequest(
+        namespace_id=number,
+        keys=[keys[i] for i in places],
+        slots=slots,
+        parents=[keys[i - 1] if i else b"" for i in places],
+        depths=places,
+        hint=hint.message() if hint is not None else None,
+        want=want,
+        durable=durable,
+    )
+
+
+def _slot_bytes(session: Session, slot: int, slot_bytes: int, block_bytes: int) -> Bytes:
+    mapping = session.mapping(shm.ref_segment(slot))
+    if mapping is None:
+        raise Unavailable(f"segment {shm.ref_segment(slot)} of a granted slot is gone")
+    offset = shm.ref_slot(slot) * slot_bytes
+    return mapping.bytes[offset : offset + block_bytes]
+
+
+def _exporter(session: Session, slot: int, slot_bytes: int, block_bytes: int, hold: Hold) -> Any:
+    mapping = session.mapping(shm.ref_segment(slot))
+    if mapping is None:
+        raise Unavailable(f"segment {shm.ref_segment(slot)} of a held slot is gone")
+    exporter = mapping.exporter(shm.ref_slot(slot) * slot_bytes, block_bytes)
+    exporter.hold = hold
+    return exporter
+
+
+def _populate(session: Session) -> None:
+    try:
+        mapping = session.to_populate.popleft()
+        mapping.populate(write=False)
+    except IndexError:
+        return  # another thread of a session taken over was first
+    except OSError as e:
+        log.debug("page tables are made at first touch instead: %s", e)
+
+
+def _keep(owner: "weakref.ref[LocalTransport]", wake: threading.Event) -> None:
+    """The keeper thread: holds no reference to its client while it waits, so that the client can be collected."""
+    pause = 0.0
+    while True:
+        wake.wait(pause)
+        wake.clear()
+        transport = owner()
+        if transport is None or transport._closed:
+            return
+        try:
+            pause = transport._tick()
+        except Exception:
+            log.exception("the keeper of a kvstored client failed; it goes on")
+            pause = KEEPER_S
+        del transport
+
+
+def _in_child() -> None:
+    """Clients made before a fork are of no use in the child, where their keeper does not run."""
+    for transport in list(_transports):
+        transport._forked = True
+        transport._connecting = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -1,0 +1,163 @@
+"""Blocks of one identity: the calls that an engine makes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvstore_client import buffers
+from kvstore_client.lease import Lease, Slots
+from kvstore_client.results import Hint, Match, PutResult, Ticket
+from kvstore_client.transport import Identity, Transport
+from kvstored.v1 import keys as naming
+from kvstored.v1.errors import InvalidArgument
+
+TOKEN_MIN, TOKEN_MAX = -(1 << 63), (1 << 63) - 1
+
+
+class Namespace:
+    """What `Client.namespace` and `Client.raw_namespace` give. Safe to use from many threads.
+
+    Keys go in chain order: `keys[i - 1]` is the parent of `keys[i]`. Every call that names
+    keys speaks of the leading run of them that is present, and a miss is a result.
+    """
+
+    def __init__(self, transport: Transport, identity: Identity, block_tokens: int) -> None:
+        self._transport = transport
+        self._identity = identity
+        self._block_tokens = block_tokens
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of every block here."""
+        return self._identity.block_bytes
+
+    @property
+    def digest(self) -> bytes:
+        """32 bytes that name this namespace on every machine and in every key."""
+        return self._identity.digest
+
+    # -- keys
+
+    def keys(self, token_ids: Any) -> list[bytes]:
+        """Keys of the full blocks of a prompt: any sequence, array or tensor of token ids, one dimension."""
+        if not self._block_tokens:
+            raise InvalidArgument("a raw namespace has no tokens; name blocks with key()")
+        ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
+        try:
+            tokens = np.asarray(ids, dtype="<i8")
+        except (TypeError, ValueError, OverflowError) as e:
+            raise InvalidArgument(f"token ids are whole numbers of at most 64 bits: {e}") from e
+        if tokens.ndim != 1:
+            raise InvalidArgument(f"token ids have {tokens.ndim} dimensions; pass one sequence")
+        return naming.token_keys(self.digest, tokens.tobytes(), self._block_tokens)
+
+    def key(self, name: bytes) -> bytes:
+        """The key of a block that its engine has a name or hash of its own for."""
+        if not isinstance(name, bytes):
+            raise InvalidArgument(f"a name is bytes, not {type(name).__name__}")
+        return naming.name_key(self.digest, name)
+
+    # -- reading
+
+    def match(self, keys: Sequence[bytes]) -> Match:
+        """How many leading blocks are present, and where. A hint that pins nothing."""
+        keys = _checked(keys)
+        return self._transport.match(self._identity, keys)
+
+    def get_into(self, keys: Sequence[bytes], out: Any, start: int = 0) -> int:
+        """Copies leading blocks of keys[start:] into `out`: one writable buffer or a list of one each.
+
+        Answers how many were copied; what lies behind them in `out` is undefined.
+        """
+        keys = _checked(keys)
+        count = _count(keys, start)
+        if not count:
+            return 0
+        blocks = buffers.as_blocks(out, count, self.block_bytes, "out")
+        buffers.require_writable(blocks, "out")
+        return self._transport.get_into(self._identity, keys, start, blocks)
+
+    def get(self, keys: Sequence[bytes]) -> list[bytes]:
+        """The leading blocks as bytes."""
+        keys = _checked(keys)
+        found = self._transport.match(self._identity, keys).blocks
+        if not found:
+            return []
+        out = np.empty(found * self.block_bytes, np.uint8)
+        blocks = buffers.as_blocks(out, found, self.block_bytes, "out")
+        copied = self._transport.get_into(self._identity, keys[:found], 0, blocks)
+        return [block.tobytes() for block in blocks[:copied]]
+
+    def acquire(self, keys: Sequence[bytes], timeout_s: float = 1.0) -> Lease:
+        """Holds the leading run in memory for reading in place.
+
+        Raises ResourceExhausted where that would be more than one session (a quarter of
+        the memory) or all together (three quarters) may hold.
+        """
+        keys = _checked(keys)
+        if not 0 < timeout_s < float("inf"):
+            raise InvalidArgument(f"timeout_s={timeout_s!r} is not a number of seconds above 0")
+        return self._transport.acquire(self._identity, keys, timeout_s)
+
+    def prefetch(self, keys: Sequence[bytes], deadline_s: float = 2.0) -> Ticket:
+        """Brings leading blocks into memory. With no tier below memory it is done at once."""
+        if not 0 < deadline_s < float("inf"):
+            raise InvalidArgument(f"deadline_s={deadline_s!r} is not a number of seconds above 0")
+        return Ticket("done", self.match(keys).blocks)
+
+    # -- writing
+
+    def put(
+        self, keys: Sequence[bytes], blocks: Any, start: int = 0, *, durable: bool = False, hint: Hint | None = None
+    ) -> PutResult:
+        """Stores keys[start:]; `keys` is the whole chain, so that parents are known.
+
+        `blocks`: one buffer or array of all of them in a row, or a list of one each.
+        Acknowledged means visible to every reader on the node. What finds no room is
+        counted as rejected; where nothing at all finds room, ResourceExhausted is raised.
+        While the daemon is away everything is rejected.
+        """
+        keys = _checked(keys)
+        count = _count(keys, start)
+        if not count:
+            return PutResult(0, 0, 0)
+        arrays = buffers.as_blocks(blocks, count, self.block_bytes, "block")
+        return self._transport.put(self._identity, keys, start, arrays, hint, durable)
+
+    def reserve(self, n: int) -> Slots:
+        """`n` slots to fill in place. Raises ResourceExhausted; use as a `with` block."""
+        if not isinstance(n, int) or n < 1:
+            raise InvalidArgument(f"n={n!r} is not a whole number above 0")
+        return self._transport.reserve(self._identity, n)
+
+    # -- management
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """Drops these blocks, wherever in their chain; answers how many were there. Raises Unavailable."""
+        return self._transport.remove(self._identity, _checked(keys))
+
+    def pin(self, keys: Sequence[bytes], ttl_s: float) -> int:
+        """Keeps present blocks from eviction for `ttl_s` (at most 30 days); answers how many. Raises Unavailable."""
+        return self._transport.pin(self._identity, _checked(keys), ttl_s)
+
+    def unpin(self, keys: Sequence[bytes]) -> int:
+        """Lets eviction have them again; answers how many were pinned. Raises Unavailable."""
+        return self._transport.unpin(self._identity, _checked(keys))
+
+    def clear(self) -> int:
+        """Drops every block of this namespace; answers how many. Raises Unavailable."""
+        return self._transport.clear(self._identity)
+
+
+def _checked(keys: Sequence[bytes]) -> Sequence[bytes]:
+    if isinstance(keys, (bytes, str)) or not isinstance(keys, Sequence):
+        raise InvalidArgument(f"keys are a list of bytes, not {type(keys).__name__}")
+    naming.check_keys(keys)
+    return keys
+
+
+def _count(keys: Sequence[bytes], start: int) -> int:
+    if not isinstance(start, int) or not 0 <= start <= len(keys):
+        raise InvalidArgument(f"start={start!r} is not between 0 and the {len(keys)} keys")
+    return len(keys) - start

@@ -1,0 +1,498 @@
+"""A session with the daemon of this machine: socket, index, mappings, and what is held through it.
+
+One object captured once by every read, write and view. Nothing in it is closed or
+unmapped while anything uses it: a session that has ended is only marked dead, and its
+parts go when the last user lets go of them.
+
+Calls are one request and one reply at a time, under a lock. A call that gets no answer
+in time leaves the stream in doubt, so the session is dead from then on; the client opens
+another, which takes over what this process still uses (`Resume`).
+
+Lifetimes end in finalizers, which may run anywhere, also under the lock: they only append
+to `_ended`, and whoever next has the lock tells the daemon.
+"""
+
+import os
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterable
+
+from google.protobuf.message import DecodeError
+
+from kvstore_client.index import IndexReader
+from kvstored.mapping import Mapping
+from kvstored.v1 import DESCRIPTORS_MAX, FRAME_BYTES_MAX, PROTOCOL, errors
+from kvstored.v1 import kvstore_pb2 as pb
+from kvstored.v1.errors import FailedPrecondition, KVStoreError, Unavailable
+
+POLLRDHUP = 0x2000
+RECEIVE_BYTES = 64 << 10
+LONG_CALL_S = 30.0
+"""Deadline of clear and stats, which may take a busy daemon long."""
+
+TOUCH_KEYS_MAX = 4096
+TOUCHED_CHAINS_MAX = 256
+"""Reads remembered between two messages; older ones lose their recency, never their count."""
+
+_LENGTH = struct.Struct("<I")
+_TIMEVAL = struct.Struct("ll")
+
+_sessions: "weakref.WeakSet[Session]" = weakref.WeakSet()
+
+
+class Hold:
+    """Slots that this process uses; ends when the last reference to it is gone.
+
+    Every view of a slot refers to its hold, and the hold to nothing but numbers.
+    """
+
+    __slots__ = ("__weakref__",)
+
+
+class Session:
+    """One connection. `dead` is "" while it lives, else why it does not."""
+
+    def __init__(self, path: str, client: str, tenant: str, timeout_s: float, read_only: bool) -> None:
+        self.dead = ""
+        self.forked = False
+        self.lock = threading.Lock()
+        self.holds: Counter[int] = Counter()
+        """Slots leased, by how many holds; guarded by the lock."""
+        self.writing: set[int] = set()
+        """Slots a put or a reservation is using; guarded by the lock."""
+        self.grants: dict[int, list[int]] = {}
+        """Slots granted ahead, by bytes of a block; guarded by the lock."""
+        self.used_grants_at = 0.0
+        self.mappings: dict[int, Mapping] = {}
+        self.unmapping: dict[int, weakref.ref[Mapping] | None] = {}
+        self.to_populate: deque[Mapping] = deque()
+        self.touched: deque[tuple[bytes, ...]] = deque(maxlen=TOUCHED_CHAINS_MAX)
+        self.noticed = 0
+        self.namespaces: dict[bytes, pb.OpenNamespaceReply] = {}
+        self.index: IndexReader
+        self.hello = pb.HelloReply()
+        self.timeout_s = timeout_s
+        self._ended: deque[tuple[str, list[int]]] = deque()
+        self._forward: Session | None = None
+        self._abandoned = False
+        self._last_id = 0
+        self._counted = [0, 0, 0]
+        self._count_lock = threading.Lock()
+        self._leaving = False
+        self._buffer = bytearray()
+        self._recalled = False
+        self._pid = os.getpid()
+        self._identity = (client, tenant, read_only)
+        self._socket = self._connect(path)
+        self._fd = self._socket.fileno()
+        _sessions.add(self)
+
+    # -- opening
+
+    def _connect(self, path: str) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._set_deadline(sock, self.timeout_s)
+            sock.connect(path)
+        except OSError as e:
+            sock.close()
+            raise Unavailable(
+                f"no kvstored answers on unix://{path} ({e.strerror}); is it running? "
+                "Start `kvstored`, or name its socket with KVSTORED_ENDPOINT"
+            ) from e
+        return sock
+
+    def open(self, before: "Session | None") -> None:
+        """Says Hello and gets the index; takes over what this process still uses of `before`."""
+        client, tenant, read_only = self._identity
+        hello = pb.HelloRequest(protocol=PROTOCOL, client=client, tenant=tenant, read_only=read_only)
+        if before is None:
+            self.hello = self.call(pb.Request(hello=hello)).hello
+        else:
+            with before.lock:
+                before._drain(resuming=True)
+                hello.resume.nonce = before.hello.nonce
+                hello.resume.leased.extend(before.holds.elements())
+                hello.resume.granted.extend(before.writing)
+                self.hello = self.call(pb.Request(hello=hello)).hello
+                if self.hello.resumed:
+                    self.holds, self.writing = before.holds, before.writing
+                    before._forward = self
+                else:
+                    before._abandoned = True
+        self.refresh_index()
+
+    def refresh_index(self) -> None:
+        """Maps the tenant's index as it is now (it has moved, or this session is new)."""
+        reply, descriptors = self._call_for_descriptors(pb.Request(index=pb.IndexRequest()))
+        try:
+            self.index = IndexReader(descriptors[0], reply.index.size_bytes)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def attach(self, segments: Iterable[int]) -> None:
+        """Maps these segments, if the tenant has them; page tables follow in the background."""
+        wanted = [number for number in segments if number not in self.mappings]
+        for at in range(0, len(wanted), DESCRIPTORS_MAX):
+            request = pb.SegmentsRequest(ids=wanted[at : at + DESCRIPTORS_MAX])
+            reply, descriptors = self._call_for_descriptors(pb.Request(segments=request))
+            try:
+                for segment, descriptor in zip(reply.segments.segments, descriptors, strict=True):
+                    mapping = Mapping(descriptor, segment.size_bytes, writable=not self.hello.read_only)
+                    self.mappings.setdefault(segment.id, mapping)
+                    self.to_populate.append(mapping)
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+
+    def mapping(self, segment: int) -> Mapping | None:
+        """The segment's mapping, attached at first sight; None where the tenant has no such segment."""
+        found = self.mappings.get(segment)
+        if found is None:
+            self.attach([segment])
+            found = self.mappings.get(segment)
+        return found
+
+    # -- calls
+
+    def call(self, request: pb.Request, timeout_s: float | None = None) -> pb.Reply:
+        """One request and its reply. Raises the error that the daemon answered, or Unavailable."""
+        with self.lock:
+            return self._exchange(request, timeout_s)[0]
+
+    def _call_for_descriptors(self, request: pb.Request) -> tuple[pb.Reply, list[int]]:
+        with self.lock:
+            return self._exchange(request, None, descriptors=True)
+
+    def _exchange(
+        self, request: pb.Request, timeout_s: float | None, *, descriptors: bool = False
+    ) -> tuple[pb.Reply, list[int]]:
+        """With the lock held. What waits to be told travels ahead of the request."""
+        if self.dead:
+            raise self._death()
+        self._last_id += 1
+        request.id = self._last_id
+        payload = request.SerializeToString()
+        if len(payload) > FRAME_BYTES_MAX:
+            raise errors.InvalidArgument(f"a request of {len(payload)} bytes; at most {FRAME_BYTES_MAX}: split it")
+        frames = self._waiting_frames() + _LENGTH.pack(len(payload)) + payload
+        received: list[int] = []
+        try:
+            if timeout_s is not None:
+                self._set_deadline(self._socket, timeout_s)
+            self._socket.sendall(frames)
+            reply = self._receive(received if descriptors else None)
+            if timeout_s is not None:
+                self._set_deadline(self._socket, self.timeout_s)
+        except (OSError, DecodeError) as e:
+            for descriptor in received:
+                os.close(descriptor)
+            late = isinstance(e, BlockingIOError)
+            self.die(f"no answer within {timeout_s or self.timeout_s} s" if late else f"the connection broke: {e}")
+            raise self._death() from e
+        if reply.id != request.id:
+            self.die(f"answer {reply.id} to request {request.id}")
+            raise self._death()
+        if reply.recall or reply.detach:
+            self._recalled |= reply.recall
+            self._start_unmapping(reply.detach)
+        if reply.HasField("error"):
+            raise errors.from_wire(reply.error.code, reply.error.message)
+        return reply, received
+
+    def _receive(self, descriptors: list[int] | None) -> pb.Reply:
+        buffer = self._buffer
+        while True:
+            if len(buffer) >= 4:
+                (length,) = _LENGTH.unpack_from(buffer)
+                if length > 16 * FRAME_BYTES_MAX:
+                    raise OSError(f"an answer of {length} bytes")
+                if len(buffer) >= 4 + length:
+                    payload = bytes(buffer[4 : 4 + length])
+                    del buffer[: 4 + length]
+                    return pb.Reply.FromString(payload)
+            if descriptors is None:
+                data = self._socket.recv(RECEIVE_BYTES)
+            else:
+                data, more, _, _ = socket.recv_fds(self._socket, RECEIVE_BYTES, DESCRIPTORS_MAX)
+                descriptors.extend(more)
+            if not data:
+                raise OSError("the daemon closed it")
+            buffer += data
+
+    def hung_up(self) -> bool:
+        """Whether the daemon's end is gone: the last thing a read checks. Marks the session dead."""
+        if self.dead:
+            return True
+        poll = select.poll()
+        poll.register(self._fd, POLLRDHUP)
+        if poll.poll(0):
+            self.die("the daemon closed the connection")
+            return True
+        return False
+
+    def die(self, reason: str) -> None:
+        """Marks the session dead; others that use it notice by `hung_up` or their next call."""
+        if not self.dead:
+            self.dead = reason
+            if not self.forked:
+                try:
+                    self._socket.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    return  # the other end was first
+
+    def _death(self) -> KVStoreError:
+        if self.forked:
+            return FailedPrecondition("this client was made before a fork; make a new Client in the child")
+        return Unavailable(f"the session with kvstored has ended: {self.dead}")
+
+    @staticmethod
+    def _set_deadline(sock: socket.socket, seconds: float) -> None:
+        """In the kernel rather than by settimeout, which costs a poll ahead of every send and receive."""
+        value = _TIMEVAL.pack(*divmod(max(int(seconds * 1e6), 1), 1_000_000))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+
+    # -- slots to write to
+
+    def take_granted(self, block_bytes: int, count: int) -> list[int]:
+        """Up to `count` slots that were granted ahead; they count as being written to."""
+        with self.lock:
+            self.used_grants_at = time.monotonic()
+            ahead = self.grants.get(block_bytes)
+            if not ahead or self.dead:
+                return []
+            taken = ahead[-count:]
+            del ahead[-count:]
+            self.writing.update(taken)
+            return taken
+
+    def reserve(self, namespace_id: int, count: int) -> list[int]:
+        """Asks for slots; at least one, or the daemon's ResourceExhausted."""
+        request = pb.Request(reserve=pb.ReserveRequest(namespace_id=namespace_id, count=count))
+        with self.lock:
+            slots = list(self._exchange(request, None)[0].reserve.slots)
+            self.writing.update(slots)
+            return slots
+
+    def commit(self, request: pb.CommitRequest, block_bytes: int, *, reuse: bool) -> list[int]:
+        """Makes written slots visible. Those not needed are granted ahead from then on, if `reuse`."""
+        with self.lock:
+            reply = self._exchange(pb.Request(commit=request), None)[0].commit
+            results: list[int] = list(reply.results)
+            ahead = self.grants.setdefault(block_bytes, [])
+            for slot, result in zip(request.slots, results, strict=True):
+                if result == pb.STORED:
+                    self.writing.discard(slot)
+                elif reuse:
+                    self.writing.discard(slot)
+                    ahead.append(slot)
+            ahead.extend(reply.slots)
+            self.used_grants_at = time.monotonic()
+            if self._recalled:
+                self._give_back()
+            return results
+
+    def give_up(self, slots: list[int]) -> None:
+        """These slots will not be written to any more: Abort, now or when there is a session to say it on."""
+        if slots:
+            self._ended.append(("abort", slots))
+            self.tell()
+
+    def return_idle_grants(self, idle_s: float) -> None:
+        """Gives back what was granted ahead and not used for `idle_s`."""
+        with self.lock:
+            if self._recalled or time.monotonic() - self.used_grants_at >= idle_s:
+                self._give_back()
+
+    def _give_back(self) -> None:
+        slots = [slot for ahead in self.grants.values() for slot in ahead]
+        self.grants.clear()
+        self._recalled = False
+        if slots and not self.dead:
+            self._post(pb.Request(abort=pb.AbortRequest(slots=slots)))
+
+    # -- slots under views
+
+    def held(self, slots: list[int]) -> Hold:
+        """A hold for slots that the daemon leased (registered under the lock by `acquire`)."""
+        hold = Hold()
+        weakref.finalize(hold, self._release_later, slots).atexit = False
+        return hold
+
+    def acquire(self, request: pb.AcquireRequest, timeout_s: float | None) -> list[int]:
+        """Leases the leading run; each slot is held once more."""
+        with self.lock:
+            slots = list(self._exchange(pb.Request(acquire=request), timeout_s)[0].acquire.slots)
+            self.holds.update(slots)
+            return slots
+
+    def _release_later(self, slots: list[int]) -> None:
+        self._ended.append(("release", slots))
+        self.tell()
+
+    def write_hold(self, slots: list[int]) -> Hold:
+        """A hold for slots being written to: given up when it ends, unless they were committed."""
+        hold = Hold()
+        weakref.finalize(hold, self.give_up_uncommitted, slots).atexit = False
+        return hold
+
+    def give_up_uncommitted(self, slots: list[int]) -> None:
+        """`slots` is emptied by a commit."""
+        if slots:
+            self.give_up(list(slots))
+
+    # -- telling the daemon what needs no answer
+
+    def tell(self) -> None:
+        """Sends what waits, if nobody is in the middle of a call (who then sends it ahead of the next)."""
+        if os.getpid() != self._pid:
+            return
+        if self.lock.acquire(blocking=False):
+            try:
+                self._drain()
+                if self._forward is None and not self.dead:
+                    frames = self._waiting_frames()
+                    if frames:
+                        self._send(frames)
+                    self._leave_if_free()
+            finally:
+                self.lock.release()
+
+    def count(self, keys: tuple[bytes, ...], hits: int, misses: int, hit_bytes: int) -> None:
+        """Notes a read for the next message."""
+        if keys:
+            self.touched.append(keys)
+        with self._count_lock:
+            counted = self._counted
+            counted[0] += hits
+            counted[1] += misses
+            counted[2] += hit_bytes
+
+    def _drain(self, *, resuming: bool = False) -> None:
+        """With the lock held: ended holds go where they can be told from, or are settled here if nobody must know."""
+        if self._forward is not None:
+            while self._ended:
+                self._forward._ended.append(self._ended.popleft())
+            self._forward.tell()
+        elif self._abandoned:
+            self._ended.clear()
+        elif resuming:
+            while self._ended:
+                self._settle(*self._ended.popleft())
+
+    def _settle(self, kind: str, slots: list[int]) -> None:
+        if kind == "release":
+            for slot in slots:
+                self.holds[slot] -= 1
+                if self.holds[slot] <= 0:
+                    del self.holds[slot]
+        else:
+            self.writing.difference_update(slots)
+
+    def _waiting_frames(self) -> bytes:
+        """With the lock held: releases, aborts and touches as frames that want no reply."""
+        frames = b""
+        while self._ended:
+            kind, slots = self._ended.popleft()
+            self._settle(kind, slots)
+            if kind == "release":
+                frames += _frame(pb.Request(release=pb.ReleaseRequest(slots=slots)))
+            else:
+                frames += _frame(pb.Request(abort=pb.AbortRequest(slots=slots)))
+        if self.touched or any(self._counted):
+            frames += self._touches()
+        return frames
+
+    def _touches(self) -> bytes:
+        with self._count_lock:
+            hits, misses, hit_bytes = self._counted
+            self._counted = [0, 0, 0]
+        chains: dict[bytes, None] = {}
+        while self.touched:
+            newest = self.touched.pop()
+            if len(chains) + len(newest) <= TOUCH_KEYS_MAX:
+                chains.update(dict.fromkeys(newest))
+        touch = pb.TouchRequest(keys=list(chains), hits=hits, misses=misses, hit_bytes=hit_bytes)
+        return _frame(pb.Request(touch=touch))
+
+    def _post(self, request: pb.Request) -> None:
+        self._send(_frame(request))
+
+    def _send(self, frames: bytes) -> None:
+        try:
+            self._socket.sendall(frames)
+        except OSError as e:
+            self.die(f"sending: {e.strerror}")
+
+    # -- segments that the daemon wants back
+
+    def _start_unmapping(self, segments: Iterable[int]) -> None:
+        for number in segments:
+            mapping = self.mappings.pop(number, None)
+            if mapping is not None:
+                self.unmapping[number] = weakref.ref(mapping)
+            else:
+                self.unmapping.setdefault(number, None)
+
+    def sync(self) -> None:
+        """Tells which segments are unmapped by now; the answer may ask for more. Raises like any call."""
+        gone = [number for number, mapping in self.unmapping.items() if mapping is None or mapping() is None]
+        self.call(pb.Request(sync=pb.SyncRequest(detached=gone)))
+        for number in gone:
+            self.unmapping.pop(number, None)
+        self.return_idle_grants(idle_s=1.0)
+
+    # -- leaving
+
+    def leave(self) -> None:
+        """Ends the session for good; slots under living views keep the socket open until they are gone."""
+        self._leaving = True
+        with self.lock:
+            if self.dead:
+                return
+            self._give_back()
+            self._drain()
+            self._send(self._waiting_frames())
+            self._leave_if_free()
+
+    def _leave_if_free(self) -> None:
+        """With the lock held: says that nothing is held or mapped any more, which lets the daemon forget us at once."""
+        if not self._leaving or self.dead or self.holds or self.writing:
+            return
+        self.mappings.clear()
+        self.to_populate.clear()
+        self._post(pb.Request(sync=pb.SyncRequest(leaving=True)))
+        self.die("closed")
+
+    def __del__(self) -> None:
+        sock = getattr(self, "_socket", None)
+        if sock is not None:
+            sock.close()
+
+
+def _frame(request: pb.Request) -> bytes:
+    payload = request.SerializeToString()
+    return _LENGTH.pack(len(payload)) + payload
+
+
+def _in_child() -> None:
+    """A forked child has no part in its parent's sessions: marks them dead and closes its copies of their sockets.
+
+    Mappings were never copied (MADV_DONTFORK) and are not unmapped here: the range may be
+    the child's own by now.
+    """
+    for session in list(_sessions):
+        session.forked = True
+        session.dead = "made before a fork"
+        session.lock = threading.Lock()
+        session._socket.close()
+
+
+os.register_at_fork(after_in_child=_in_child)

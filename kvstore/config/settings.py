@@ -1,0 +1,155 @@
+"""The settings there are, with their defaults; this file is the list.
+
+A field's alias is its key in the file, its name carries the unit, and its description
+says what is allowed, as error messages quote it. A setting of a later release is refused
+by name here, so that nobody believes it to be in force.
+
+`Settings` is built by `kvstore.config.load`. pydantic checks the values; it does not read
+the sources (pydantic-settings would), because there a missing file and an unknown
+environment variable pass in silence.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from kvstore.config import values
+from kvstored.v1.endpoint import SOCKET_NAME, user_runtime_dir
+
+HOST_SIZE_BYTES_MIN = 1 << 20
+HUGE_PAGES_AUTO_BYTES = 64 << 30
+"""Above this size `host.huge_pages = "auto"` is on: 4 KiB pages cost every client 2 MiB of page tables a GiB."""
+
+SIZE = "a size such as 10GiB, 1.5GB or 4096B (units B, KiB, MiB, GiB, TiB, KB, MB, GB, TB)"
+NOT_YET = "not part of this release"
+
+T = TypeVar("T")
+
+
+def _only(allowed: T, what: str) -> Callable[[T], T]:
+    def check(value: T) -> T:
+        if value != allowed:
+            raise values.Refused(f"{what} {NOT_YET}")
+        return value
+
+    return check
+
+
+def _host_size(size_bytes: int) -> int:
+    if size_bytes < HOST_SIZE_BYTES_MIN:
+        raise values.Refused("smaller than 1MiB")
+    if size_bytes % values.PAGE_BYTES:
+        fits = values.format_size(size_bytes - size_bytes % values.PAGE_BYTES)
+        raise values.Refused(f"not a whole number of 4KiB pages; {fits} would be")
+    return size_bytes
+
+
+Size = Annotated[int, BeforeValidator(values.parse_size_bytes)]
+Fraction = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+Duration = Annotated[float, BeforeValidator(values.parse_duration_s)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Server(Section):
+    """Where clients reach the daemon."""
+
+    socket: Annotated[Path, BeforeValidator(values.parse_socket_path)] = Field(
+        default_factory=lambda: user_runtime_dir() / SOCKET_NAME,
+        description="the path of a Unix socket, at most 107 bytes",
+    )
+    grpc: Annotated[str, BeforeValidator(values.parse_listen_address)] = Field(
+        default="",
+        description='"" (off), unix:/PATH, or a loopback address: 127.0.0.1:PORT, [::1]:PORT, localhost:PORT',
+    )
+    http: Annotated[str, AfterValidator(_only("", "metrics over HTTP are"))] = Field(
+        default="", description='"" (off); `kvstore-cli stats` has the figures'
+    )
+    state_dir: Annotated[Path, BeforeValidator(values.parse_path)] = Field(
+        default_factory=lambda: user_runtime_dir() / "state", description="the path of a directory"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description='"debug", "info", "warning" or "error"'
+    )
+
+    @property
+    def grpc_socket(self) -> Path | None:
+        """The socket path if `grpc` is one."""
+        return Path(self.grpc.removeprefix("unix:")) if self.grpc.startswith("unix:") else None
+
+    @property
+    def grpc_host_port(self) -> tuple[str, int] | None:
+        """Host (without brackets) and port if `grpc` is such an address; port 0 lets the kernel choose."""
+        if not self.grpc or self.grpc_socket is not None:
+            return None
+        host, _, port = self.grpc.rpartition(":")
+        return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+class Host(Section):
+    """The slab in memory."""
+
+    size_bytes: Annotated[Size, AfterValidator(_host_size)] = Field(
+        default=1 << 30, alias="size", description=f"{SIZE}, at least 1MiB, in whole 4KiB pages"
+    )
+    huge_pages: Literal["auto", "on", "off"] = Field(
+        default="auto", description='"auto" (on above 64GiB), "on" or "off"'
+    )
+    persist: Annotated[str, AfterValidator(_only("none", "memory that outlives the daemon is"))] = Field(
+        default="none", description='"none"'
+    )
+
+    @property
+    def huge_pages_on(self) -> bool:
+        """Whether the slab is to be made of huge pages."""
+        return self.huge_pages == "on" or (self.huge_pages == "auto" and self.size_bytes > HUGE_PAGES_AUTO_BYTES)
+
+
+class Ssd(Section):
+    """The tier on disk."""
+
+    path: Annotated[str, AfterValidator(_only("", "an SSD tier is"))] = Field(default="", description='"" (off)')
+
+
+class Gpu(Section):
+    """The tier in device memory."""
+
+    size_bytes: Annotated[Size, AfterValidator(_only(0, "a GPU tier is"))] = Field(
+        default=0, alias="size", description='"0" (off)'
+    )
+
+
+class Evict(Section):
+    """What goes when memory is full: above `high` of the slab used, down to `low`."""
+
+    policy: Literal["lru"] = Field(default="lru", description='"lru"')
+    high: Fraction = Field(default=0.95, description="a fraction, 0 < evict.low < evict.high <= 1")
+    low: Fraction = Field(default=0.90, description="a fraction, 0 < evict.low < evict.high <= 1")
+
+
+class Lease(Section):
+    """Reservations of callers without shared memory; those of local sessions do not end by a clock."""
+
+    ttl_s: Duration = Field(
+        default=30.0,
+        alias="ttl",
+        description="seconds as a number, or 250ms, 30s, 5m, 1h; from 1ms to 24h",
+    )
+
+
+class Settings(Section):
+    """Everything; frozen, and built by `load` only."""
+
+    server: Server = Field(default_factory=Server)
+    host: Host = Field(default_factory=Host)
+    ssd: Ssd = Field(default_factory=Ssd)
+    gpu: Gpu = Field(default_factory=Gpu)
+    evict: Evict = Field(default_factory=Evict)
+    lease: Lease = Field(default_factory=Lease)
+    remote: Annotated[list[object], AfterValidator(_only([], "stores on other nodes are"))] = Field(
+        default_factory=list, description="an empty list, []"
+    )

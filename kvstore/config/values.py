@@ -1,0 +1,156 @@
+"""How sizes, durations, paths and addresses are written in the configuration.
+
+Every `parse_*` takes whatever a source gave and returns the value in the unit its name
+says, or raises Refused with the reason alone: the loader adds key, value, source and
+what is allowed. Every `format_*` writes what its `parse_*` reads back as the same value.
+"""
+
+import ipaddress
+import os
+import re
+from fractions import Fraction
+from pathlib import Path
+
+PAGE_BYTES = 4096
+SOCKET_PATH_BYTES_MAX = 107
+"""Linux's sun_path holds 108 bytes with the final NUL."""
+DURATION_S_MIN = 0.001
+DURATION_S_MAX = 24 * 3600.0
+
+SIZE_UNITS = {
+    "TiB": 1 << 40,
+    "GiB": 1 << 30,
+    "MiB": 1 << 20,
+    "KiB": 1 << 10,
+    "TB": 10**12,
+    "GB": 10**9,
+    "MB": 10**6,
+    "KB": 10**3,
+    "B": 1,
+}
+DURATION_UNITS_S = {"ms": Fraction(1, 1000), "s": Fraction(1), "m": Fraction(60), "h": Fraction(3600)}
+
+
+class Refused(ValueError):
+    """Why a value is not taken. A ValueError, since pydantic collects no other kind."""
+
+
+# Digits are bounded so that a number cannot grow past what int() and Fraction do at once.
+_NUMBER = r"([0-9]{1,24}(?:\.[0-9]{1,24})?)"
+_SIZE = re.compile(rf"{_NUMBER} ?({'|'.join(SIZE_UNITS)})")
+_DURATION = re.compile(rf"{_NUMBER} ?({'|'.join(DURATION_UNITS_S)})")
+_HOST_PORT = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*):([0-9]{1,5})")
+
+
+def parse_size_bytes(value: object) -> int:
+    """Bytes of `10GiB`, `1.5 MB` or `0`; Refused for anything else, bare numbers included."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        raise Refused("a number without a unit; write it as text with one")
+    if not isinstance(value, str):
+        raise Refused("not a size")
+    if value == "0":
+        return 0
+    match = _SIZE.fullmatch(value)
+    if match is None:
+        raise Refused("a number without a unit" if re.fullmatch(_NUMBER, value) else "not a size")
+    size = Fraction(match[1]) * SIZE_UNITS[match[2]]
+    if size.denominator != 1:
+        raise Refused("not a whole number of bytes")
+    return int(size)
+
+
+def format_size(size_bytes: int) -> str:
+    """The shortest exact spelling, in the largest unit that divides it."""
+    if size_bytes == 0:
+        return "0"
+    spellings = [f"{size_bytes // unit}{name}" for name, unit in SIZE_UNITS.items() if size_bytes % unit == 0]
+    return min(spellings, key=len)
+
+
+def parse_duration_s(value: object) -> float:
+    """Seconds of a number, or of `30s`, `5m`, `250ms`, `1.5h`; from 1 ms to 24 h."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        seconds = float(value)
+    else:
+        match = _DURATION.fullmatch(value) if isinstance(value, str) else None
+        if match is None:
+            raise Refused("not a duration")
+        seconds = float(Fraction(match[1]) * DURATION_UNITS_S[match[2]])
+    if not DURATION_S_MIN <= seconds <= DURATION_S_MAX:  # false for NaN too
+        raise Refused("out of range")
+    return seconds
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds with their unit, as `parse_duration_s` reads them back."""
+    return f"{int(seconds) if seconds.is_integer() else seconds!r}s"
+
+
+def parse_path(value: object) -> Path:
+    """An absolute path; a relative one is taken from the working directory."""
+    if not isinstance(value, str | Path):
+        raise Refused("not a path")
+    text = str(value)
+    if text in ("", "."):
+        raise Refused("an empty path")
+    if "\0" in text:
+        raise Refused("a path with a NUL in it")
+    if text.startswith("unix:"):
+        raise Refused(f"an address; here the path alone is meant, {text.removeprefix('unix:').removeprefix('//')}")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise Refused("not UTF-8; clients are told this path as text") from None
+    return Path(text).absolute()
+
+
+def parse_socket_path(value: object) -> Path:
+    """An absolute path that fits into a Unix socket address."""
+    path = parse_path(value)
+    length = len(os.fsencode(path))
+    if length > SOCKET_PATH_BYTES_MAX:
+        raise Refused(f"as a path {length} bytes long; a socket's path has at most {SOCKET_PATH_BYTES_MAX}")
+    return path
+
+
+def parse_listen_address(value: object) -> str:
+    """`""`, `HOST:PORT` with a loopback host, or `unix:/path`, returned as gRPC takes them.
+
+    Without TLS and authentication, whoever reaches the port reads every prompt's cache and
+    may clear it. So what other machines can reach is refused: wildcards, addresses that are
+    not loopback, and names, which may resolve to either (`localhost` excepted).
+    """
+    if not isinstance(value, str):
+        raise Refused("not an address")
+    if value == "":
+        return value
+    if value.startswith("unix:"):
+        path = value.removeprefix("unix:").removeprefix("//")
+        if not path.startswith("/"):
+            raise Refused("a socket path that is not absolute")
+        return f"unix:{parse_socket_path(path)}"
+    if "://" in value:
+        raise Refused("an address with a scheme; only the part after :// is meant")
+    match = _HOST_PORT.fullmatch(value)
+    if match is None:
+        raise Refused("not HOST:PORT (an IPv6 host is written [::1])")
+    if int(match[2]) > 65535:
+        raise Refused("a port above 65535")
+    _refuse_reachable(match[1].removeprefix("[").removesuffix("]"))
+    return value
+
+
+def _refuse_reachable(host: str) -> None:
+    why = "and this release has neither TLS nor authentication"
+    if host in ("", "*"):
+        raise Refused(f"open to every machine that reaches this one, {why}")
+    if host == "localhost":
+        return
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        raise Refused(f"a host name, which may lead to other machines, {why}") from None
+    if address.is_unspecified:
+        raise Refused(f"open to every machine that reaches this one, {why}")
+    if not address.is_loopback:
+        raise Refused(f"open to other machines, {why}")

@@ -1,0 +1,486 @@
+"""The store: every decision about blocks in memory, as a pure function of calls and time.
+
+One event loop owns it. Every call is one step that leaves all invariants true
+(`audit.check` proves them); nothing waits, nothing is half done between calls. Errors
+are those of the wire (kvstored.v1.errors), and a call that raises has changed nothing.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from kvstore.core import audit, holds, refusals
+from kvstore.core.block import HINTED, NONE, PINNED, SEALED, BlockTable
+from kvstore.core.evict import POLICIES, PoolOrder
+from kvstore.core.holds import INFINITY, Namespace, Session, Tenant
+from kvstore.core.room import Room
+from kvstore.core.segments import PAGE_BYTES, Job, Pool, SegmentTable, pages
+from kvstore.core.tree import IndexPort, PrefixTree
+from kvstored.v1 import KEY_BYTES
+from kvstored.v1 import kvstore_pb2 as pb
+from kvstored.v1.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+
+EXPIRE_STEP = 256
+"""Ends of pins and lives looked at in one call of `expire`: about a millisecond."""
+
+PIN_TTL_S_MAX = 30 * 86400.0
+
+STORED, EXISTS, REJECTED = int(pb.STORED), int(pb.EXISTS), int(pb.REJECTED)
+
+
+@dataclass
+class Counts:
+    """What happened since the start; names as in the contract's `Counters`."""
+
+    stored: int = 0
+    existing: int = 0
+    rejected: int = 0
+    hits: int = 0
+    misses: int = 0
+    hit_bytes: int = 0
+    evicted: int = 0
+    evicted_inner: int = 0
+    evicted_orphans: int = 0
+    expired: int = 0
+    removed: int = 0
+    sessions_opened: int = 0
+    sessions_ended: int = 0
+    exhausted: int = 0
+    reservations_expired: int = 0
+
+
+class Store:
+    """All tenants' blocks in one slab."""
+
+    def __init__(self, size_bytes: int, index: IndexPort, *, policy: str = "lru", huge_pages: bool = False) -> None:
+        self.table = BlockTable()
+        self.segments = SegmentTable(size_bytes, huge_pages)
+        self.policy = POLICIES[policy](self.table)
+        self.room = Room(self.segments, self.policy, self._evict)
+        self.tenants: dict[str, Tenant] = {}
+        self.namespaces: list[Namespace] = []
+        self.sessions: dict[int, Session] = {}
+        self.counts = Counts()
+        self.tree = PrefixTree(self.table, self.segments, self.policy, index, self.namespaces)
+        self._last_session = 0
+
+    # -- tenants, namespaces, sessions
+
+    def tenant(self, name: str) -> Tenant:
+        """The tenant of that name, made at first sight."""
+        found = self.tenants.get(name)
+        if found is None:
+            if len(self.tenants) >= holds.TENANTS_MAX:
+                raise ResourceExhausted(f"{holds.TENANTS_MAX} tenants exist already; {name!r} would be one more")
+            found = self.tenants[name] = Tenant(len(self.tenants), name)
+        return found
+
+    def open_namespace(self, tenant: Tenant, digest: bytes, block_bytes: int, label: str) -> Namespace:
+        """The namespace of that digest; a second opener must mean the same block size."""
+        if len(digest) != KEY_BYTES:
+            raise InvalidArgument(f"a namespace digest is {KEY_BYTES} bytes, not {len(digest)}")
+        found = tenant.namespaces.get(digest)
+        if found is not None:
+            if found.block_bytes != block_bytes:
+                raise FailedPrecondition(
+                    f"namespace {digest.hex()[:12]} ({found.label}) has blocks of {found.block_bytes} bytes, "
+                    f"not {block_bytes}"
+                )
+            return found
+        largest = self.segments.size_bytes // self.segments.page_bytes * self.segments.page_bytes
+        if not 1 <= block_bytes <= min(largest, 0xFFFFFFFF):
+            raise InvalidArgument(
+                f"block_bytes {block_bytes} is not between 1 and {min(largest, 0xFFFFFFFF)} "
+                "(host.size in whole pages, and below 4 GiB)"
+            )
+        if len(self.namespaces) >= holds.NAMESPACES_MAX:
+            raise ResourceExhausted(f"{holds.NAMESPACES_MAX} namespaces exist already")
+        found = Namespace(len(self.namespaces) + 1, tenant, digest, block_bytes, label)
+        self.namespaces.append(found)
+        tenant.namespaces[digest] = found
+        return found
+
+    def namespace(self, tenant: Tenant, number: int) -> Namespace:
+        """The namespace that a message names by its number."""
+        if 1 <= number <= len(self.namespaces):
+            found = self.namespaces[number - 1]
+            if found.tenant is tenant:
+                return found
+        raise FailedPrecondition(
+            f"namespace {number} is not one that tenant {tenant.name!r} has opened since this daemon started; "
+            "open it first (OpenNamespace)"
+        )
+
+    def open_session(
+        self, tenant: Tenant, client: str, now: float, *, local: bool, read_only: bool, pid: int, nonce: int
+    ) -> Session:
+        """A new session, holding nothing."""
+        if len(self.sessions) >= holds.SESSIONS_MAX:
+            raise ResourceExhausted(f"{holds.SESSIONS_MAX} sessions are open already")
+        self._last_session += 1
+        session = Session(self._last_session, tenant, client, local, read_only, pid, nonce, now)
+        self.sessions[session.id] = session
+        self.counts.sessions_opened += 1
+        return session
+
+    def end_session(self, session: Session, *, process_gone: bool) -> None:
+        """The socket has hung up. What a live process may still write to is quarantined.
+
+        Called again when the process of a session that ended before it is gone too; once
+        nothing is left of a session, a further call does nothing.
+        """
+        if session.id not in self.sessions:
+            return
+        if not session.ended:
+            session.ended = True
+            session.recall = False
+            self.counts.sessions_ended += 1
+            self.segments.silent.add(session.id)
+            for ref in session.granted:
+                self.segments.quarantine_slot(ref)
+        if process_gone:
+            self._forget(session, keep_leased={}, keep_granted=set(), heir=None)
+
+    def resume(self, old: Session, heir: Session, leased: Sequence[int], granted: Sequence[int]) -> None:
+        """The process of `old` attached again as `heir` and says what it still uses; the rest is free."""
+        if old.tenant is not heir.tenant or old.id not in self.sessions:
+            raise FailedPrecondition("there is no such session of this tenant to resume")
+        if leased or granted:
+            refusals.check_may_hold(heir)
+        keep_leased: dict[int, int] = {}
+        for ref in leased:
+            keep_leased[ref] = keep_leased.get(ref, 0) + 1
+        for ref, count in keep_leased.items():
+            if count > old.leased.get(ref, 0):
+                raise InvalidArgument(f"the resumed session did not hold slot {ref:#x} {count} times")
+        if not set(granted) <= old.granted.keys():
+            raise InvalidArgument("the resumed session was not granted one of the slots named")
+        refusals.check_leases(heir, len(leased))
+        self.end_session(old, process_gone=False)
+        self._forget(old, keep_leased, set(granted), heir)
+
+    def _forget(self, old: Session, keep_leased: dict[int, int], keep_granted: set[int], heir: Session | None) -> None:
+        segments = self.segments
+        for ref in old.granted:
+            pool = self._pool_at(ref)
+            old.tenant.held_bytes -= pool.slot_bytes
+            if heir is not None and ref in keep_granted:
+                segments.unquarantine_slot(ref)
+                heir.grant([ref], pool.block_bytes, pool.slot_bytes, INFINITY)
+                segments.live[ref >> 32].sessions.add(heir.id)
+            else:
+                segments.free_slot(ref)
+        for ref, count in old.leased.items():
+            kept = keep_leased.get(ref, 0)
+            if kept and heir is not None:
+                if ref not in heir.leased:
+                    heir.held_bytes += self._pool_at(ref).slot_bytes
+                heir.leased[ref] = heir.leased.get(ref, 0) + kept
+                heir.leases += kept
+                segments.live[ref >> 32].sessions.add(heir.id)
+            if count > kept:
+                self.tree.unlease(old.tenant, {ref: count - kept})
+        old.granted.clear()
+        old.granted_of.clear()
+        old.leased.clear()
+        old.held_bytes = old.leases = 0
+        segments.forget_session(old.id)
+        del self.sessions[old.id]
+
+    # -- writing
+
+    def pool(self, namespace: Namespace) -> Pool:
+        """The pool that blocks of this namespace live in."""
+        key = (namespace.tenant.id, namespace.block_bytes)
+        found = self.segments.pools.get(key)
+        if found is None:
+            found = Pool(*key, pages(namespace.block_bytes, PAGE_BYTES), PoolOrder(self.table))
+            self.segments.pools[key] = found
+        return found
+
+    def grant_max(self, pool: Pool) -> int:
+        """Slots that one session may hold ahead in this pool; none where one is more than 1/64 of the memory."""
+        share = self.segments.tenant_bytes(pool.tenant) // holds.GRANT_SHARE
+        return min(holds.GRANT_SLOTS_MAX, share // pool.slot_bytes)
+
+    def reserve(
+        self, session: Session, namespace: Namespace, count: int, now: float, expires: float = INFINITY
+    ) -> list[int]:
+        """Grants up to `count` slots to write to; at least one, or ResourceExhausted says why not."""
+        if not 1 <= count <= holds.RESERVE_SLOTS_MAX:
+            raise InvalidArgument(f"count {count} is not between 1 and {holds.RESERVE_SLOTS_MAX}")
+        refusals.check_may_hold(session)
+        pool = self.pool(namespace)
+        allowed = min(count, self._allowed(session, pool))
+        if allowed < 1:
+            self._refuse_hold(session, pool)
+        refs = self._take(session, pool, allowed, expires)
+        if not refs:
+            self._refuse(refusals.no_slot(pool), self.sessions.values())
+        return refs
+
+    def top_up(self, session: Session, namespace: Namespace, want: int) -> list[int]:
+        """Slots ahead for the next put: up to `want` or what is allowed, none being legal."""
+        if session.recall or session.read_only or session.ended or not session.local:
+            return []
+        pool = self.pool(namespace)
+        want = min(want, self.grant_max(pool) - session.granted_of.get(pool.block_bytes, 0))
+        if want < 1:
+            return []
+        allowed = min(want, self._allowed(session, pool))
+        return self._take(session, pool, allowed, INFINITY) if allowed > 0 else []
+
+    def commit(
+        self,
+        session: Session,
+        namespace: Namespace,
+        keys: Sequence[bytes],
+        refs: Sequence[int],
+        parents: Sequence[bytes],
+        depths: Sequence[int],
+        now: float,
+        ttl_s: float = 0.0,
+    ) -> list[int]:
+        """Makes written slots visible, one step a block; results as the contract's CommitResult."""
+        pool = self.pool(namespace)
+        refusals.check_commit(session, self.segments, pool, keys, refs, parents, depths, ttl_s)
+        tenant, granted, seal = namespace.tenant, session.granted, self.tree.seal
+        results: list[int] = []
+        new: list[int] = []
+        known: list[int] = []
+        for key, ref, parent, depth in zip(keys, refs, parents, depths, strict=True):
+            row = tenant.rows.get(key)
+            if row is None:
+                del granted[ref]
+                new.append(seal(namespace, pool, key, ref, parent, depth, now))
+                results.append(STORED)
+            elif self.table.namespace[row] == namespace.id:
+                known.append(row)
+                results.append(EXISTS)
+            else:
+                results.append(REJECTED)
+        session.ungranted(len(new), pool.block_bytes, pool.slot_bytes)
+        self.tree.list_new(tenant, pool, new, now)
+        if known:
+            self.tree.touch(known, now)
+        if ttl_s:
+            for row in new:
+                self.tree.set_until(row, HINTED, now + ttl_s)
+        counts = self.counts
+        counts.stored += len(new)
+        counts.existing += len(known)
+        counts.rejected += len(results) - len(new) - len(known)
+        return results
+
+    def abort(self, session: Session, refs: Sequence[int]) -> None:
+        """Gives granted slots back; the client writes to them no more."""
+        refusals.check_open(session)
+        if len(set(refs)) != len(refs) or not session.granted.keys() >= set(refs):
+            raise InvalidArgument("a slot that this session was not granted (or named twice) cannot be given back")
+        for ref in refs:
+            pool = self._pool_at(ref)
+            del session.granted[ref]
+            session.ungranted(1, pool.block_bytes, pool.slot_bytes)
+            self.segments.free_slot(ref)
+
+    # -- reading
+
+    def match(self, namespace: Namespace, keys: Sequence[bytes]) -> list[int]:
+        """Rows of the leading run of `keys` that is present."""
+        rows = []
+        get = namespace.tenant.rows.get
+        for key in keys:
+            row = get(key)
+            if row is None or self.table.namespace[row] != namespace.id:
+                break
+            rows.append(row)
+        return rows
+
+    def acquire(self, session: Session, namespace: Namespace, keys: Sequence[bytes], now: float) -> list[int]:
+        """Holds the leading run that is present; all of it, or ResourceExhausted and nothing."""
+        refusals.check_may_hold(session)
+        rows = self.match(namespace, keys)
+        if not rows:
+            return []
+        refusals.check_leases(session, len(rows))
+        place, leases, leased = self.table.place, self.table.leases, session.leased
+        pool = self.pool(namespace)
+        refs = [place[row] for row in rows]
+        fresh = len(set(refs) - leased.keys())
+        if fresh and fresh > refusals.own_limit(session, self.segments, pool.slot_bytes):
+            self._refuse_hold(session, pool)
+        limit = refusals.tenant_limit(session, self.segments, pool.slot_bytes)
+        if len(rows) > limit and len({row for row in rows if not leases[row]}) > limit:
+            self._refuse_hold(session, pool)
+        session.held_bytes += fresh * pool.slot_bytes
+        session.leases += len(refs)
+        for ref in refs:
+            leased[ref] = leased.get(ref, 0) + 1
+        self.tree.lease(rows, namespace.tenant, pool)
+        self.tree.touch(rows, now)
+        return refs
+
+    def release(self, session: Session, refs: Sequence[int]) -> None:
+        """Ends one hold for each reference named."""
+        refusals.check_open(session)
+        leased = session.leased
+        counted = dict.fromkeys(refs, 1)
+        if len(counted) < len(refs):
+            for ref in counted:
+                counted[ref] = 0
+            for ref in refs:
+                counted[ref] += 1
+        for ref, count in counted.items():
+            if leased.get(ref, 0) < count:
+                raise InvalidArgument(f"slot {ref:#x} is not leased {count} times by this session")
+        number, slot_bytes = -1, 0
+        for ref, count in counted.items():
+            if leased[ref] > count:
+                leased[ref] -= count
+                continue
+            del leased[ref]
+            if ref >> 32 != number:
+                number, slot_bytes = ref >> 32, self._pool_at(ref).slot_bytes
+            session.held_bytes -= slot_bytes
+        session.leases -= len(refs)
+        self.tree.unlease(session.tenant, counted)
+
+    def touch(self, tenant: Tenant, keys: Sequence[bytes], now: float) -> None:
+        """Blocks were used; those that are gone meanwhile are skipped."""
+        get = tenant.rows.get
+        rows = [row for key in keys if (row := get(key)) is not None]
+        self.tree.hit(rows)
+        self.tree.touch(rows, now)
+
+    # -- management
+
+    def remove(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
+        """Drops these blocks; leased ones vanish now and their slots follow with the last lease."""
+        removed = 0
+        for key in keys:
+            row = namespace.tenant.rows.get(key)
+            if row is not None and self.table.namespace[row] == namespace.id:
+                self.tree.drop(row)
+                removed += 1
+        self.counts.removed += removed
+        return removed
+
+    def clear_step(self, namespace: Namespace, start: int, rows_max: int) -> int | None:
+        """Drops a namespace's blocks among `rows_max` rows from `start`; where to go on, None at the end."""
+        stop = min(start + rows_max, len(self.table))
+        state, owner = self.table.state, self.table.namespace
+        for row in range(start, stop):
+            if state[row] == SEALED and owner[row] == namespace.id:
+                self.tree.drop(row)
+                self.counts.removed += 1
+        return stop if stop < len(self.table) else None
+
+    def pin(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float, now: float) -> int:
+        """Keeps present blocks from eviction for `ttl_s` from now (a second pin replaces the first)."""
+        if not 0 < ttl_s <= PIN_TTL_S_MAX:
+            raise InvalidArgument(f"ttl_s {ttl_s} is not above 0 and at most {PIN_TTL_S_MAX:.0f} (30 days)")
+        pinned = 0
+        for key in keys:
+            row = namespace.tenant.rows.get(key)
+            if row is None or self.table.namespace[row] != namespace.id:
+                continue
+            self.tree.pin(row, now + ttl_s)
+            pinned += 1
+        return pinned
+
+    def unpin(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
+        """Lets eviction have these blocks again."""
+        unpinned = 0
+        for key in keys:
+            row = namespace.tenant.rows.get(key)
+            if row is not None and self.table.namespace[row] == namespace.id and self.table.marks[row] & PINNED:
+                self.tree.unpin(row)
+                unpinned += 1
+        return unpinned
+
+    def expire(self, now: float) -> bool:
+        """Ends pins, lives and remote reservations whose time has come; True if more are due."""
+        for session in self.sessions.values():
+            if not session.local and session.granted and not session.ended:
+                late = [ref for ref, at in session.granted.items() if at <= now]
+                self.abort(session, late)
+                self.counts.reservations_expired += len(late)
+        for _ in range(EXPIRE_STEP):
+            if not self.tree.due(now):
+                return False
+            due = self.tree.next_due()
+            if due is None:
+                continue
+            row, mark = due
+            if mark == PINNED:
+                self.tree.unpin(row)
+            else:
+                self.counts.expired += 1
+                self.tree.drop(row)
+        return self.tree.due(now)
+
+    def evict_step(self, high: float, low: float, blocks_max: int) -> bool:
+        """Keeps every full pool's use between two watermarks; True if more remains to be done."""
+        more = False
+        for pool in {segment.pool: None for segment in self.segments.live.values()}:
+            if pool is None or pool.free >= int(pool.slots * (1 - high)) or self.room.growing(pool):
+                continue
+            more |= self.room.evict_to(pool, int(pool.slots * (1 - low)), blocks_max)
+        return more
+
+    def take_jobs(self) -> list[Job]:
+        """Work for the slab's owner since the last call; its sessions are asked to unmap what is dropped."""
+        jobs, self.segments.jobs = self.segments.jobs, []
+        for segment in self.segments.draining.values():
+            for number in segment.sessions:
+                self.sessions[number].detach.add(segment.id)
+        return jobs
+
+    def check(self, published: Mapping[tuple[int, bytes], audit.Published] | None = None) -> None:
+        """Audits everything against everything; AssertionError names what disagrees."""
+        audit.check(self, published)
+
+    # -- steps
+
+    def _evict(self, row: int) -> None:
+        self.counts.evicted += 1
+        if row in self.namespaces[self.table.namespace[row] - 1].tenant.orphan_parent:
+            self.counts.evicted_orphans += 1
+        elif self.table.child[row] != NONE:
+            self.counts.evicted_inner += 1
+        self.tree.drop(row)
+
+    def _take(self, session: Session, pool: Pool, count: int, expires: float) -> list[int]:
+        if pool.free < count:
+            self.room.make(pool, count)
+        refs = self.segments.take_slots(pool, min(count, pool.free))
+        if refs:
+            session.grant(refs, pool.block_bytes, pool.slot_bytes, expires)
+        return refs
+
+    def _allowed(self, session: Session, pool: Pool) -> int:
+        """Further slots of this pool that the session may be granted."""
+        return min(
+            refusals.own_limit(session, self.segments, pool.slot_bytes),
+            refusals.tenant_limit(session, self.segments, pool.slot_bytes),
+        )
+
+    def _refuse_hold(self, session: Session, pool: Pool) -> NoReturn:
+        """A limit on holds: who could make place is the session itself, or all of its tenant."""
+        own = refusals.own_limit(session, self.segments, pool.slot_bytes) < 1
+        tenant = session.tenant
+        asked = [session] if own else [other for other in self.sessions.values() if other.tenant is tenant]
+        self._refuse(refusals.above_limits(session, self.segments), asked)
+
+    def _refuse(self, why: str, asked: Iterable[Session]) -> NoReturn:
+        """Memory is short: what was granted ahead is asked back, and this call gets nothing."""
+        self.counts.exhausted += 1
+        for session in asked:
+            if session.granted and session.local and not session.ended:
+                session.recall = True
+        raise ResourceExhausted(why)
+
+    def _pool_at(self, ref: int) -> Pool:
+        pool = self.segments.live[ref >> 32].pool
+        assert pool is not None
+        return pool

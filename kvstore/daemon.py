@@ -1,0 +1,249 @@
+"""The daemon: wires the parts, starts and stops them in order.
+
+Start: locks, checks of the machine, slab (prefaulted), indexes, store, session socket,
+gRPC. Nothing listens before it can serve. Stop: listeners, sessions, memory, locks.
+"""
+
+import asyncio
+import gc
+import logging
+import secrets
+import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+
+from kvstore import machine
+from kvstore.config import Effective, Settings
+from kvstore.core.segments import DropSegment, MakeSegment, segment_bytes_for
+from kvstore.core.store import Store
+from kvstore.errors import ConfigError, StartupError
+from kvstore.instance import InstanceLocks
+from kvstore.loops import Loop
+from kvstore.server import stats
+from kvstore.server.calls import Node
+from kvstore.server.session import SessionServer
+from kvstore.tiers.index import Indexes
+from kvstore.tiers.slab import Slab, SlabSegment
+from kvstored.v1 import kvstore_pb2 as pb
+
+log = logging.getLogger("kvstored")
+
+HUGE_PAGES_ABOVE_BYTES = 64 << 30
+EXPECTED_BLOCK_BYTES = 64 << 10
+"""The indexes start large enough for a slab full of blocks of this size; they grow for smaller ones."""
+
+EVICT_BLOCKS = 128
+INDEX_STEP_S = 0.002
+PROGRESS_S = 0.5
+
+
+def run(effective: Effective) -> int:
+    """Runs the daemon in the foreground until SIGTERM or SIGINT. Raises StartupError before it serves."""
+    settings = effective.settings
+    logging.basicConfig(
+        level=settings.server.log_level.upper(),
+        format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    with InstanceLocks(settings.server.socket, settings.server.state_dir, _grpc_socket(settings)):
+        return asyncio.run(_serve(settings))
+
+
+async def _serve(settings: Settings) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    daemon = Daemon(settings)
+    try:
+        await daemon.start()
+        await stop.wait()
+        log.info("stopping")
+    finally:
+        await daemon.stop()
+    return 0
+
+
+def _grpc_socket(settings: Settings) -> Path | None:
+    address = settings.server.grpc
+    return Path(address.removeprefix("unix:")) if address.startswith("unix:") else None
+
+
+class Daemon:
+    """One running kvstored."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._huge_pages = self._choose_pages()
+        self._started = time.monotonic()
+        epoch = secrets.randbits(63) | 1
+        self.slab = Slab(huge_pages=self._huge_pages)
+        self.indexes = Indexes(epoch, settings.host.size_bytes // EXPECTED_BLOCK_BYTES)
+        self.store = Store(
+            settings.host.size_bytes, self.indexes, policy=settings.evict.policy, huge_pages=self._huge_pages
+        )
+        self.node = Node(
+            store=self.store,
+            slab=self.slab,
+            indexes=self.indexes,
+            epoch=epoch,
+            version=version("kvstored"),
+            problems=self.problems,
+            jobs_ready=self.run_jobs,
+            memory_changed=self._memory_future,
+            started=self._started,
+            lease_ttl_s=settings.lease.ttl_s,
+        )
+        self.loops = [
+            Loop("evict", 0.1, self._evict),
+            Loop("expire", 0.2, self._expire),
+            Loop("index", 0.25, self._index),
+            Loop("heartbeat", 1.0, self._heartbeat),
+        ]
+        self.sessions: SessionServer | None = None
+        self._workers = ThreadPoolExecutor(2, thread_name_prefix="segment")
+        self._jobs: set[asyncio.Task[None]] = set()
+        self._memory: asyncio.Future[None] | None = None
+        self._last_problem = ""
+
+    async def start(self) -> None:
+        """Makes the memory and begins to serve. Raises StartupError."""
+        await self._make_slab()
+        self.sessions = SessionServer(self.node, self.settings.server.socket, self.stats)
+        for loop in self.loops:
+            loop.start()
+        gc.collect()
+        gc.freeze()
+        try:
+            self.sessions.listen()
+        except OSError as e:
+            raise StartupError(f"server.socket: cannot listen on {self.settings.server.socket}: {e.strerror}") from e
+        log.info("ready: serving on unix://%s", self.settings.server.socket)
+
+    async def stop(self) -> None:
+        """Ends sessions and loops and gives the memory back."""
+        if self.sessions is not None:
+            self.sessions.close()
+        for loop in self.loops:
+            await loop.stop()
+        await asyncio.gather(*self._jobs, return_exceptions=True)
+        self._workers.shutdown()
+        self.indexes.close()
+        self.slab.close()
+
+    def stats(self) -> pb.StatsReply:
+        """What the daemon says of itself."""
+        return stats.build(
+            self.node,
+            loops=[loop.stats() for loop in self.loops],
+            lock_error=self.slab.lock_error,
+            socket=str(self.settings.server.socket),
+            grpc=self.settings.server.grpc,
+        )
+
+    def problems(self) -> list[str]:
+        """Why the daemon is not healthy; empty when it is."""
+        found = [f"background loop {loop.name}: {loop.last_error}" for loop in self.loops if loop.failing]
+        if self.node.internal_errors:
+            found.append(f"{self.node.internal_errors} internal errors in calls; see the log")
+        if self._last_problem:
+            found.append(self._last_problem)
+        return found
+
+    # -- memory
+
+    def _choose_pages(self) -> bool:
+        wanted, size_bytes = self.settings.host.huge_pages, self.settings.host.size_bytes
+        if wanted == "on":
+            machine.check_huge_pages(size_bytes)
+            return True
+        if wanted == "auto" and size_bytes > HUGE_PAGES_ABOVE_BYTES:
+            try:
+                machine.check_huge_pages(size_bytes)
+            except ConfigError as e:
+                log.warning("the slab uses 4 KiB pages: %s", e)
+                return False
+            return True
+        return False
+
+    async def _make_slab(self) -> None:
+        size_bytes = self.settings.host.size_bytes
+        if not self._huge_pages:
+            machine.check_memory(size_bytes)
+        machine.check_descriptors(size_bytes // segment_bytes_for(size_bytes, self._huge_pages))
+        sizes = {job.segment: job.size_bytes for job in self.store.take_jobs() if isinstance(job, MakeSegment)}
+        begun = said = time.monotonic()
+
+        def progress(done: int, total: int) -> None:
+            nonlocal said
+            if done == total or time.monotonic() - said >= PROGRESS_S:
+                said = time.monotonic()
+                log.info("prefaulting memory: %d of %d MiB", done >> 20, total >> 20)
+
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, self.slab.make_all, sizes, progress)
+        except OSError as e:
+            raise StartupError(
+                f"host.size: {size_bytes} bytes of shared memory could not be made ({e}); choose a smaller host.size"
+            ) from e
+        for segment in sizes:
+            self.store.segments.made(segment)
+        if self.slab.lock_error:
+            log.warning("the slab is not locked in memory and may be swapped out: %s", self.slab.lock_error)
+        log.info("slab of %d MiB ready in %.2f s", size_bytes >> 20, time.monotonic() - begun)
+
+    def run_jobs(self) -> None:
+        """Carries out what the store wants done with memory, and lets growing indexes go on."""
+        for job in self.store.take_jobs():
+            if isinstance(job, DropSegment):
+                self.slab.drop(job.segment)
+            else:
+                task = asyncio.get_running_loop().create_task(self._make_segment(job))
+                self._jobs.add(task)
+                task.add_done_callback(self._jobs.discard)
+        for session in self.store.sessions.values():
+            if session.detach:
+                self.indexes.notify(session.tenant.id)
+        if self.indexes.growing:
+            self.loops[2].wake()
+
+    async def _make_segment(self, job: MakeSegment) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            made: SlabSegment = await loop.run_in_executor(self._workers, self.slab.make, job.segment, job.size_bytes)
+        except OSError as e:
+            self._last_problem = f"no memory for a segment of {job.size_bytes} bytes: {e}"
+            log.error("%s", self._last_problem)  # noqa: TRY400 (the reason is in the message)
+            self.store.segments.failed(job.segment)
+        else:
+            self._last_problem = ""
+            self.slab.add(made)
+            self.store.segments.made(job.segment)
+        if self._memory is not None:
+            self._memory.set_result(None)
+            self._memory = None
+
+    def _memory_future(self) -> asyncio.Future[None]:
+        if self._memory is None:
+            self._memory = asyncio.get_running_loop().create_future()
+        return self._memory
+
+    # -- steps of the loops
+
+    def _evict(self) -> bool:
+        more = self.store.evict_step(self.settings.evict.high, self.settings.evict.low, EVICT_BLOCKS)
+        self.run_jobs()
+        return more
+
+    def _expire(self) -> bool:
+        return self.store.expire(time.monotonic())
+
+    def _index(self) -> bool:
+        return self.indexes.step(time.monotonic, INDEX_STEP_S)
+
+    def _heartbeat(self) -> bool:
+        self.indexes.beat(time.monotonic_ns())
+        return False

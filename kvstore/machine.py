@@ -1,0 +1,162 @@
+"""What the machine can give, compared before the start with what the settings ask for.
+
+A slab that does not fit would otherwise show itself minutes later: the kernel's OOM killer
+while the slab is touched, SIGBUS on a huge page, EMFILE at the first client. Nothing is
+taken here but a higher soft limit of descriptors. Everything is read from files under
+`proc` and `cgroup_root`.
+"""
+
+import resource
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from kvstore.config.values import format_size
+from kvstore.errors import ConfigError, StartupError
+
+PROC = Path("/proc")
+CGROUP = Path("/sys/fs/cgroup")
+
+MEMORY_RESERVE_BYTES = 256 << 20
+MEMORY_RESERVE_PERCENT = 5
+"""The larger of the two is left free: for the daemon itself, for clients' page tables and buffers."""
+
+DESCRIPTORS_SPARE = 1024
+"""Descriptors beside the segments': two a session, indexes, gRPC, the log."""
+
+
+def check_memory(size_bytes: int, *, proc: Path = PROC, cgroup_root: Path = CGROUP) -> None:
+    """Raises ConfigError if a slab of `size_bytes` in ordinary pages does not fit into memory.
+
+    What fits is the least of what the machine and each control group above this process
+    still have, less a reserve. The message names it, and what set it; make `host.size`
+    smaller or the limit larger. Memory may go to others between this check and the slab.
+    """
+    available_bytes, what = min(_rooms(proc, cgroup_root))
+    reserve_bytes = max(MEMORY_RESERVE_BYTES, available_bytes * MEMORY_RESERVE_PERCENT // 100)
+    if size_bytes <= available_bytes - reserve_bytes:
+        return
+    fits = max(available_bytes - reserve_bytes, 0) >> 20
+    raise ConfigError(
+        f"host.size = {format_size(size_bytes)} does not fit: {max(available_bytes, 0) >> 20}MiB are available "
+        f"({what}), of which {reserve_bytes >> 20}MiB stay free for the daemon and its clients; "
+        f"allowed: at most {fits}MiB now"
+    )
+
+
+def check_huge_pages(size_bytes: int, *, proc: Path = PROC) -> None:
+    """Raises ConfigError if there are not enough free huge pages of the default size for the slab.
+
+    Huge pages are set aside by the administrator and are no part of available memory, so a
+    slab in huge pages is checked here instead of by `check_memory`.
+    """
+    page_bytes = huge_page_bytes(proc)
+    if page_bytes == 0:
+        raise ConfigError('host.huge_pages: this kernel has no huge pages; set host.huge_pages = "off"')
+    needed = -(-size_bytes // page_bytes)
+    free = huge_pages_free(proc)
+    if needed <= free:
+        return
+    total = _meminfo(proc).get("HugePages_Total", 0) + needed - free
+    raise ConfigError(
+        f"host.huge_pages: host.size = {format_size(size_bytes)} needs {needed} huge pages of "
+        f"{format_size(page_bytes)} and {free} are free: set them aside (sysctl vm.nr_hugepages={total}), make "
+        f'host.size at most {free * page_bytes >> 20}MiB, or set host.huge_pages = "off"'
+    )
+
+
+def huge_pages_free(proc: Path = PROC) -> int:
+    """Huge pages of the default size that are free and promised to nobody."""
+    meminfo = _meminfo(proc)
+    return max(meminfo.get("HugePages_Free", 0) - meminfo.get("HugePages_Rsvd", 0), 0)
+
+
+def huge_page_bytes(proc: Path = PROC) -> int:
+    """The default size of a huge page in bytes, which is what memfd_create gives; 0 where there are none."""
+    return _meminfo(proc).get("Hugepagesize", 0)
+
+
+def check_descriptors(segments: int) -> None:
+    """Raises StartupError if the process cannot open a descriptor for each segment and some to spare.
+
+    Raises the soft limit to the hard one where that is what it takes: the daemon uses no
+    select(), for which the low soft limit exists.
+    """
+    needed = segments + DESCRIPTORS_SPARE
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise StartupError(
+            f"{needed} file descriptors are needed ({segments} segments of the slab and {DESCRIPTORS_SPARE} to spare) "
+            f"and the limit is {hard}: raise it (LimitNOFILE= in the unit, ulimit -Hn in a shell)"
+        )
+    # An infinite hard limit cannot be the soft one: the kernel bounds that by fs.nr_open.
+    target = needed if hard == resource.RLIM_INFINITY else hard
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+    except (ValueError, OSError) as error:
+        raise StartupError(f"cannot raise the limit of file descriptors from {soft} to {target}: {error}") from error
+
+
+def _meminfo(proc: Path) -> dict[str, int]:
+    """/proc/meminfo, sizes in bytes and counts as they are."""
+    found = {}
+    for line in (proc / "meminfo").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        number, _, unit = rest.strip().partition(" ")
+        if number.isdecimal():
+            found[name] = int(number) << (10 if unit == "kB" else 0)
+    return found
+
+
+def _rooms(proc: Path, cgroup_root: Path) -> Iterator[tuple[int, str]]:
+    """(bytes still to be had, who says so) of the machine and of every control group with a limit."""
+    yield _meminfo(proc)["MemAvailable"], "MemAvailable of the machine"
+    try:
+        groups = (proc / "self" / "cgroup").read_text().splitlines()
+    except FileNotFoundError:
+        return  # a kernel without control groups
+    for line in groups:
+        _, controllers, group = line.split(":", 2)
+        if controllers == "":
+            # The unified hierarchy, alone or beside the old ones.
+            for root in (cgroup_root, cgroup_root / "unified"):
+                for path in _upwards(root, group):
+                    yield from _room(path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            for path in _upwards(cgroup_root / "memory", group):
+                yield from _room(path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def _upwards(root: Path, group: str) -> Iterator[Path]:
+    """The group's directory and all above it up to the mounted root.
+
+    In a container the root may be the group itself while /proc still tells the path outside
+    (or one with `..`): directories that are not there have no files, and the root is
+    always looked at.
+    """
+    parts = PurePosixPath(group).parts[1:]
+    if ".." in parts:
+        parts = ()
+    for depth in range(len(parts), -1, -1):
+        yield root.joinpath(*parts[:depth])
+
+
+def _room(path: Path, limit_name: str, used_name: str, cache_name: str) -> Iterator[tuple[int, str]]:
+    try:
+        limit = (path / limit_name).read_text().strip()
+        used = int((path / used_name).read_text())
+    except (FileNotFoundError, PermissionError):
+        return  # not there: the root group has no limit, and a container does not see all
+    if limit == "max":
+        return
+    # File cache that nobody used lately is charged to the group and given up on demand.
+    yield int(limit) - used + _cache_bytes(path, cache_name), f"limit of {path / limit_name}"
+
+
+def _cache_bytes(path: Path, name: str) -> int:
+    try:
+        lines = (path / "memory.stat").read_text().splitlines()
+    except FileNotFoundError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)

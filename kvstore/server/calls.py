@@ -1,0 +1,184 @@
+"""The calls that mean the same over the session socket and over gRPC.
+
+Each takes a protobuf request and answers a protobuf reply or raises an error of the wire.
+Limits on what a message may name are checked here, before the store sees it.
+"""
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvstore.core import holds
+from kvstore.core.holds import Namespace, Session, Tenant
+from kvstore.core.store import Store
+from kvstored.v1 import KEY_BYTES, KEYS_MAX
+from kvstored.v1 import kvstore_pb2 as pb
+from kvstored.v1.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+
+CLEAR_ROWS = 1024
+MEMORY_WAIT_S = 0.8
+"""How long a reservation may wait for memory that is being prefaulted; with the message itself below 1 s."""
+
+TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
+NAME_BYTES_MAX = 128
+LABEL_BYTES_MAX = 256
+
+
+class SlabPort(Protocol):
+    """What the edge needs of the slab."""
+
+    def descriptor(self, segment: int, read_only: bool) -> int: ...
+    def bytes_at(self, segment: int, offset: int, length: int) -> memoryview: ...
+
+
+class IndexesPort(Protocol):
+    """What the edge needs of the shared indexes."""
+
+    def descriptor(self, tenant: int) -> tuple[int, int, int]: ...
+    def figures(self, tenant: int) -> tuple[int, int, int, int, int, int]: ...
+    def notify(self, tenant: int) -> None: ...
+
+
+@dataclass
+class Node:
+    """What every edge shares: the store and the bytes behind it, and how the daemon is told of work."""
+
+    store: Store
+    slab: SlabPort
+    indexes: IndexesPort
+    epoch: int
+    version: str
+    problems: Callable[[], list[str]]
+    jobs_ready: Callable[[], None]
+    """To be called after a step that may have left jobs or index work."""
+    memory_changed: Callable[[], asyncio.Future[None]]
+    """A future that is done when a segment was made or given up."""
+    started: float = 0.0
+    lease_ttl_s: float = 30.0
+    protocol_errors: int = 0
+    internal_errors: int = 0
+    """Exceptions in calls that are bugs of the daemon; any makes it unhealthy."""
+
+
+def checked_keys(keys: Sequence[bytes]) -> Sequence[bytes]:
+    """The keys of a message, each of the right length and not too many."""
+    if len(keys) > KEYS_MAX:
+        raise InvalidArgument(f"{len(keys)} keys in one message; at most {KEYS_MAX}: split the call")
+    for i, key in enumerate(keys):
+        if len(key) != KEY_BYTES:
+            raise InvalidArgument(f"key {i} has {len(key)} bytes; a key has {KEY_BYTES}")
+    return keys
+
+
+def tenant_named(store: Store, name: str) -> Tenant:
+    """The tenant that a client says it is; "" is "default"."""
+    name = name or "default"
+    if not TENANT.match(name):
+        raise InvalidArgument(f"tenant {name[:80]!r} is not 1 to 64 of the characters A-Z a-z 0-9 _ . -")
+    return store.tenant(name)
+
+
+def open_namespace(node: Node, tenant: Tenant, request: pb.OpenNamespaceRequest) -> pb.OpenNamespaceReply:
+    if len(request.label.encode()) > LABEL_BYTES_MAX:
+        raise InvalidArgument(f"a label is at most {LABEL_BYTES_MAX} bytes")
+    namespace = node.store.open_namespace(tenant, request.digest, request.block_bytes, request.label)
+    pool = node.store.pool(namespace)
+    return pb.OpenNamespaceReply(
+        namespace_id=namespace.id,
+        slot_bytes=pool.slot_bytes,
+        grant_max=node.store.grant_max(pool),
+        reserve_max=holds.RESERVE_SLOTS_MAX,
+        segments=list(pool.segments),
+    )
+
+
+async def reserve(node: Node, session: Session, namespace: Namespace, count: int, expires: float) -> list[int]:
+    """`Store.reserve`, waiting a bounded time while memory for it is on its way."""
+    until = time.monotonic() + MEMORY_WAIT_S
+    while True:
+        try:
+            return node.store.reserve(session, namespace, count, time.monotonic(), expires)
+        except ResourceExhausted:
+            left = until - time.monotonic()
+            if not node.store.room.pending or left <= 0:
+                raise
+        finally:
+            node.jobs_ready()
+        try:
+            await asyncio.wait_for(asyncio.shield(node.memory_changed()), left)
+        except TimeoutError:
+            continue
+        if session.ended:
+            raise FailedPrecondition("the session ended while it waited for memory")
+
+
+def commit(
+    node: Node, session: Session, namespace: Namespace, request: pb.CommitRequest | pb.PutHeader, slots: Sequence[int]
+) -> list[int]:
+    keys = checked_keys(request.keys)
+    if request.durable:
+        raise FailedPrecondition("durable=True needs an SSD tier, and this daemon has none (ssd.path is off)")
+    return node.store.commit(
+        session,
+        namespace,
+        keys,
+        slots,
+        request.parents,
+        request.depths,
+        time.monotonic(),
+        request.hint.ttl_s if request.HasField("hint") else 0.0,
+    )
+
+
+def match(node: Node, tenant: Tenant, request: pb.MatchRequest) -> pb.MatchReply:
+    namespace = node.store.namespace(tenant, request.namespace_id)
+    rows = node.store.match(namespace, checked_keys(request.keys))
+    return pb.MatchReply(blocks=len(rows), tiers=[pb.TIER_HOST] * len(rows))
+
+
+def touch(node: Node, tenant: Tenant, request: pb.TouchRequest) -> pb.TouchReply:
+    node.store.touch(tenant, checked_keys(request.keys), time.monotonic())
+    counts = node.store.counts
+    counts.hits += request.hits
+    counts.misses += request.misses
+    counts.hit_bytes += request.hit_bytes
+    return pb.TouchReply()
+
+
+def remove(node: Node, tenant: Tenant, request: pb.RemoveRequest) -> pb.RemoveReply:
+    namespace = node.store.namespace(tenant, request.namespace_id)
+    return pb.RemoveReply(removed=node.store.remove(namespace, checked_keys(request.keys)))
+
+
+def pin(node: Node, tenant: Tenant, request: pb.PinRequest) -> pb.PinReply:
+    namespace = node.store.namespace(tenant, request.namespace_id)
+    keys = checked_keys(request.keys)
+    return pb.PinReply(pinned=node.store.pin(namespace, keys, request.ttl_s, time.monotonic()))
+
+
+def unpin(node: Node, tenant: Tenant, request: pb.UnpinRequest) -> pb.UnpinReply:
+    namespace = node.store.namespace(tenant, request.namespace_id)
+    return pb.UnpinReply(unpinned=node.store.unpin(namespace, checked_keys(request.keys)))
+
+
+async def clear(node: Node, tenant: Tenant, request: pb.ClearRequest) -> pb.ClearReply:
+    """Clears in bounded steps; blocks committed to the namespace meanwhile may or may not survive."""
+    namespace = node.store.namespace(tenant, request.namespace_id)
+    removed = 0
+    at: int | None = 0
+    while at is not None:
+        before = node.store.counts.removed
+        at = node.store.clear_step(namespace, at, CLEAR_ROWS)
+        removed += node.store.counts.removed - before
+        await asyncio.sleep(0)
+    return pb.ClearReply(removed=removed)
+
+
+def health(node: Node) -> pb.HealthReply:
+    problems = node.problems()
+    return pb.HealthReply(
+        healthy=not problems, problems=problems, version=node.version, uptime_s=time.monotonic() - node.started
+    )

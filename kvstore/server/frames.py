@@ -1,0 +1,178 @@
+"""One connection on the session socket: frames in, frames and descriptors out.
+
+A frame is a 4-byte little-endian length and one protobuf message. asyncio's transports
+cannot send descriptors, and a reader callback on the raw socket is also the shortest way
+from a request to its reply.
+
+Bounds: a frame is at most FRAME_BYTES_MAX; while replies wait to be taken, nothing more
+is read from that client (a client that stops reading stops itself, and only itself).
+"""
+
+import asyncio
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable
+
+from kvstored.v1 import FRAME_BYTES_MAX
+
+READ_BYTES = 256 << 10
+FRAMES_A_TURN = 64
+"""Requests of one client answered before others get their turn."""
+
+_LENGTH = struct.Struct("<I")
+
+
+class FrameError(Exception):
+    """The peer does not speak this protocol; its connection is of no more use."""
+
+
+class Connection:
+    """A non-blocking stream socket of frames, on the event loop."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        loop: asyncio.AbstractEventLoop,
+        on_frame: Callable[["Connection", bytes], None],
+        on_closed: Callable[["Connection", str], None],
+    ) -> None:
+        """`on_frame` gets each payload; `on_closed` is called once, with the reason ("" for a plain end)."""
+        self._socket = sock
+        self._loop = loop
+        self._on_frame = on_frame
+        self._on_closed = on_closed
+        self._in = bytearray()
+        self._out: deque[tuple[memoryview, list[int]]] = deque()
+        self._reading = False
+        self._turn: asyncio.Handle | None = None
+        self.closed = False
+        sock.setblocking(False)
+
+    def start(self) -> None:
+        """Begins to read."""
+        self._read_more(True)
+
+    def send(self, payload: bytes, descriptors: list[int] | None = None) -> None:
+        """Sends one frame, now or as soon as the peer takes it; descriptors stay the caller's."""
+        if self.closed:
+            return
+        frame = _LENGTH.pack(len(payload)) + payload
+        if descriptors:
+            # Duplicates, since the originals may be closed before the peer is ready.
+            descriptors = _duplicates(descriptors)
+        self._out.append((memoryview(frame), descriptors or []))
+        if len(self._out) == 1:
+            self._flush()
+
+    def close(self, reason: str = "") -> None:
+        """Ends the connection; what was not sent is dropped."""
+        if self.closed:
+            return
+        self.closed = True
+        self._read_more(False)
+        if self._turn is not None:
+            self._turn.cancel()
+        self._loop.remove_writer(self._socket)
+        for _, descriptors in self._out:
+            _close_all(descriptors)
+        self._out.clear()
+        self._socket.close()
+        self._on_closed(self, reason)
+
+    def _read_more(self, wanted: bool) -> None:
+        if wanted != self._reading:
+            self._reading = wanted
+            if wanted:
+                self._loop.add_reader(self._socket, self._readable)
+            else:
+                self._loop.remove_reader(self._socket)
+
+    def _readable(self) -> None:
+        try:
+            data = self._socket.recv(READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as e:
+            self.close(f"receiving: {e.strerror}")
+            return
+        if not data:
+            self.close("cut short in the middle of a message" if self._in else "")
+            return
+        if not self._in and len(data) >= 4 and _LENGTH.unpack_from(data)[0] == len(data) - 4:
+            self._handle(data[4:])
+            return
+        self._in += data
+        self._frames()
+
+    def _frames(self) -> None:
+        self._turn = None
+        buffer = self._in
+        at = 0
+        for _ in range(FRAMES_A_TURN):
+            if self.closed or self._out or len(buffer) - at < 4:
+                break
+            (length,) = _LENGTH.unpack_from(buffer, at)
+            if length > FRAME_BYTES_MAX:
+                self.close(f"a frame of {length} bytes; at most {FRAME_BYTES_MAX} are allowed")
+                return
+            if len(buffer) - at - 4 < length:
+                break
+            payload = bytes(buffer[at + 4 : at + 4 + length])
+            at += 4 + length
+            self._handle(payload)
+        if self.closed:
+            return
+        del buffer[:at]
+        if at and len(buffer) >= 4 and not self._out:
+            self._turn = self._loop.call_soon(self._frames)
+        # A turn under way, or replies not taken: let the kernel hold what else the client sends.
+        self._read_more(self._turn is None and not self._out)
+
+    def _handle(self, payload: bytes) -> None:
+        try:
+            self._on_frame(self, payload)
+        except FrameError as e:
+            self.close(str(e))
+
+    def _flush(self) -> None:
+        while self._out:
+            data, descriptors = self._out[0]
+            try:
+                sent = socket.send_fds(self._socket, [data], descriptors) if descriptors else self._socket.send(data)
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError as e:
+                self.close(f"sending: {e.strerror}")
+                return
+            _close_all(descriptors)
+            if sent < len(data):
+                self._out[0] = (data[sent:], [])
+                break
+            self._out.popleft()
+        if self._out:
+            self._loop.add_writer(self._socket, self._writable)
+            self._read_more(False)
+
+    def _writable(self) -> None:
+        self._loop.remove_writer(self._socket)
+        self._flush()
+        if not self.closed and not self._out:
+            self._frames()
+
+
+def _duplicates(descriptors: list[int]) -> list[int]:
+    made: list[int] = []
+    try:
+        for descriptor in descriptors:
+            made.append(os.dup(descriptor))  # noqa: PERF401 (those made so far are closed on failure)
+    except OSError:
+        _close_all(made)
+        raise
+    return made
+
+
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -1,0 +1,58 @@
+"""Who is at the other end of a session socket, and when that process is gone.
+
+The end of a socket is not the end of a process: memory that a process may still write to
+is reused only when the process itself is gone. A pidfd tells that without a race on
+reused process numbers: SO_PEERPIDFD (Linux 6.5) gives it straight from the socket; before
+that, pidfd_open on the peer's credentials.
+"""
+
+import os
+import select
+import socket
+import struct
+from dataclasses import dataclass
+
+SO_PEERPIDFD = 77
+"""Linux 6.5 and later, include/uapi/asm-generic/socket.h; not in Python's socket module."""
+
+_CREDENTIALS = struct.Struct("iII")
+
+
+@dataclass
+class Peer:
+    """A process: `pidfd` is -1 where the daemon cannot watch it (`why` says why), and is closed by the owner."""
+
+    pid: int
+    uid: int
+    pidfd: int
+    why: str = ""
+
+    def gone(self) -> bool:
+        """Whether the process has exited; a process that cannot be watched is never known to be gone."""
+        if self.pidfd < 0:
+            return False
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def close(self) -> None:
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+
+def peer_of(sock: socket.socket) -> Peer:
+    """The process that connected this Unix socket."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    try:
+        pidfd = sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+        os.set_inheritable(pidfd, False)
+    except OSError:
+        if pid <= 0:
+            return Peer(pid, uid, -1, "the process is in another PID namespace and this kernel has no SO_PEERPIDFD")
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError as e:
+            return Peer(pid, uid, -1, f"no pidfd of process {pid}: {e.strerror}")
+    return Peer(pid, uid, pidfd)

@@ -1,0 +1,430 @@
+"""The session socket: handshake, descriptors, calls, and the death of clients.
+
+A session is a connection and the process behind it. When either ends the session ends:
+what it held goes back to the store if the process is gone, and is quarantined until then
+if it is not (a process that closed its socket can still write to what it has mapped).
+A process that attaches again names its old session and what it still uses of it.
+"""
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from kvstore.core import holds
+from kvstore.core.holds import Session
+from kvstore.server import calls
+from kvstore.server.calls import Node
+from kvstore.server.frames import Connection, FrameError
+from kvstore.server.peer import Peer, peer_of
+from kvstored.v1 import DESCRIPTORS_MAX, PROTOCOL, PROTOCOL_OLDEST
+from kvstored.v1 import kvstore_pb2 as pb
+from kvstored.v1.errors import FailedPrecondition, InvalidArgument, KVStoreError, ResourceExhausted
+
+log = logging.getLogger("kvstored.session")
+
+BACKLOG = 128
+HELLO_WAIT_S = 5.0
+"""A connection that has not said Hello by then is closed."""
+
+CLIENTS_MAX = 2 * holds.SESSIONS_MAX
+"""Connections and dead sessions together; a further connection is closed at once."""
+
+UNANSWERED_MAX = 16
+"""Calls of one session that may be waiting for memory at once."""
+
+
+@dataclass
+class WithDescriptors:
+    """A reply and the descriptors that ride on it (which stay their owner's)."""
+
+    reply: Any
+    descriptors: list[int]
+
+
+class ClientSession:
+    """One connection from accept to the death of its process."""
+
+    def __init__(self, server: "SessionServer", sock: socket.socket) -> None:
+        self.server = server
+        self.peer: Peer = peer_of(sock)
+        self.session: Session | None = None
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.connection = Connection(sock, server.loop, self._frame, self._closed)
+        self.leaving = False
+        if self.peer.pidfd >= 0:
+            server.loop.add_reader(self.peer.pidfd, self._exited)
+        self._hello_timer = server.loop.call_later(HELLO_WAIT_S, self._no_hello)
+        self.connection.start()
+
+    # -- frames
+
+    def _frame(self, connection: Connection, payload: bytes) -> None:
+        try:
+            request = pb.Request.FromString(payload)
+        except DecodeError as e:
+            raise FrameError(f"{len(payload)} bytes that are not a Request") from e
+        kind = request.WhichOneof("op")
+        try:
+            answer = self._call(kind, request)
+            if isinstance(answer, Coroutine):
+                self._later(request.id, kind or "", answer)
+            elif request.id:
+                self._send(request.id, kind or "", answer)
+        except KVStoreError as e:
+            self._reply(request.id, error=e)
+        except OSError as e:
+            log.error("session %s: %s: %s", self._name(), kind, e.strerror)  # noqa: TRY400
+            self._reply(request.id, error=ResourceExhausted(f"the daemon has no descriptor left: {e.strerror}"))
+        except Exception as e:
+            self.server.node.internal_errors += 1
+            log.exception("session %s: %s failed", self._name(), kind)
+            self._reply(
+                request.id, error=KVStoreError(f"internal error of the daemon: {type(e).__name__}; see its log")
+            )
+
+    def _call(self, kind: str | None, request: pb.Request) -> Any:
+        if kind is None:
+            raise InvalidArgument("a Request with no operation that this daemon knows")
+        if self.session is None:
+            if kind != "hello":
+                raise FailedPrecondition("the first request of a session is Hello")
+            return self._hello(request.hello)
+        call = CALLS.get(kind)
+        if call is None:
+            raise FailedPrecondition(f"{kind} is not a call of an open session")
+        answer = call(self, self.session, getattr(request, kind))
+        node = self.server.node
+        if node.store.segments.jobs:
+            node.jobs_ready()
+        return answer
+
+    def _send(self, number: int, kind: str, answer: Any) -> None:
+        descriptors: list[int] = []
+        if isinstance(answer, WithDescriptors):
+            answer, descriptors = answer.reply, answer.descriptors
+        reply = pb.Reply(id=number, **{kind: answer})
+        session = self.session
+        if session is not None and (session.recall or session.detach):
+            reply.recall = session.recall
+            reply.detach.extend(session.detach)
+        self.connection.send(reply.SerializeToString(), descriptors)
+
+    def _reply(self, number: int, *, error: KVStoreError) -> None:
+        if number:
+            reply = pb.Reply(id=number, error=pb.Error(code=error.code, message=str(error)))  # type: ignore[arg-type]
+            self.connection.send(reply.SerializeToString())
+        else:
+            log.warning("session %s: a call without a reply failed: %s", self._name(), error)
+
+    def _later(self, number: int, kind: str, work: Coroutine[Any, Any, Any]) -> None:
+        if len(self.tasks) >= UNANSWERED_MAX:
+            work.close()
+            self._reply(number, error=ResourceExhausted(f"{UNANSWERED_MAX} calls of this session are waiting already"))
+            return
+        task = self.server.loop.create_task(self._finish(number, kind, work))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _finish(self, number: int, kind: str, work: Coroutine[Any, Any, Any]) -> None:
+        try:
+            answer = await work
+        except KVStoreError as e:
+            self._reply(number, error=e)
+        except Exception as e:
+            self.server.node.internal_errors += 1
+            log.exception("session %s: %s failed", self._name(), kind)
+            self._reply(number, error=KVStoreError(f"internal error of the daemon: {type(e).__name__}; see its log"))
+        else:
+            self._send(number, kind, answer)
+
+    # -- the life of a session
+
+    def _hello(self, hello: pb.HelloRequest) -> pb.HelloReply:
+        node, server = self.server.node, self.server
+        if not PROTOCOL_OLDEST <= hello.protocol <= PROTOCOL:
+            raise FailedPrecondition(
+                f"the client speaks protocol {hello.protocol}, this daemon (kvstored {node.version}) speaks "
+                f"{PROTOCOL_OLDEST} to {PROTOCOL}: install the same release of kvstored on both sides"
+            )
+        if len(hello.client.encode()) > calls.NAME_BYTES_MAX:
+            raise InvalidArgument(f"a client's name is at most {calls.NAME_BYTES_MAX} bytes")
+        tenant = calls.tenant_named(node.store, hello.tenant)
+        old = server.by_nonce.get(hello.resume.nonce) if hello.HasField("resume") else None
+        server.make_place()
+        read_only = hello.read_only or self.peer.pidfd < 0
+        session = node.store.open_session(
+            tenant,
+            hello.client or "unnamed",
+            time.monotonic(),
+            local=True,
+            read_only=read_only,
+            pid=self.peer.pid,
+            nonce=secrets.randbits(64),
+        )
+        try:
+            resumed = old is not None and old.session is not None and self._resume(old, session, hello.resume)
+        except KVStoreError:
+            node.store.end_session(session, process_gone=True)
+            raise
+        self.session = session
+        server.by_nonce[session.nonce] = self
+        self._hello_timer.cancel()
+        log.info("session %s opened%s", self._name(), " again" if resumed else "")
+        return pb.HelloReply(
+            protocol=hello.protocol,
+            nonce=session.nonce,
+            epoch=node.epoch,
+            version=node.version,
+            pid=server.pid,
+            read_only=read_only,
+            read_only_reason=self.peer.why,
+            tenant_bytes=node.store.segments.tenant_bytes(tenant.id),
+            oldest_protocol=PROTOCOL_OLDEST,
+            resumed=resumed,
+        )
+
+    def _resume(self, old: "ClientSession", heir: Session, resume: pb.Resume) -> bool:
+        """Only the same process may take over what a session held."""
+        was = old.session
+        assert was is not None
+        if was.tenant is not heir.tenant or heir.read_only or old.peer.pid != self.peer.pid or old.peer.gone():
+            return False
+        self.server.node.store.resume(was, heir, resume.leased, resume.granted)
+        old.session = None
+        self.server.by_nonce.pop(was.nonce, None)
+        old.connection.close("resumed by a new connection")
+        old.forget()
+        return True
+
+    def _no_hello(self) -> None:
+        self.connection.close(f"no Hello within {HELLO_WAIT_S:.0f} s")
+
+    def _closed(self, _: Connection, reason: str) -> None:
+        """The socket is gone."""
+        self._hello_timer.cancel()
+        if reason:
+            self.server.node.protocol_errors += 1
+            log.warning("session %s closed: %s", self._name(), reason)
+        for task in self.tasks:
+            task.cancel()
+        if self.session is None:
+            self.forget()
+            return
+        clean = self.leaving and not self.session.held_bytes
+        gone = clean or self.peer.gone()
+        log.info("session %s ended%s", self._name(), "" if gone else "; its process lives: what it held is quarantined")
+        self.server.node.store.end_session(self.session, process_gone=gone)
+        if gone:
+            self.forget()
+
+    def _exited(self) -> None:
+        """The process is gone: nothing it held can be written to any more."""
+        if not self.connection.closed:
+            self.connection.close()
+        if self.session is not None:
+            log.info("session %s: its process is gone", self._name())
+            self.server.node.store.end_session(self.session, process_gone=True)
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing of this client is left."""
+        if self.session is not None:
+            self.server.by_nonce.pop(self.session.nonce, None)
+            self.session = None
+        if self.peer.pidfd >= 0:
+            self.server.loop.remove_reader(self.peer.pidfd)
+            self.peer.close()
+        self.server.clients.discard(self)
+        self.server.node.jobs_ready()
+
+    def _name(self) -> str:
+        if self.session is None:
+            return f"of process {self.peer.pid} (no Hello)"
+        return f"{self.session.id} ({self.session.client}, process {self.peer.pid})"
+
+    # -- calls that only a session has
+
+    def index(self, session: Session, _: pb.IndexRequest) -> WithDescriptors:
+        descriptor, size_bytes, generation = self.server.node.indexes.descriptor(session.tenant.id)
+        return WithDescriptors(pb.IndexReply(size_bytes=size_bytes, generation=generation), [descriptor])
+
+    def segments(self, session: Session, request: pb.SegmentsRequest) -> WithDescriptors:
+        """Descriptors of the tenant's own segments; those that are gone meanwhile are left out."""
+        node = self.server.node
+        if len(request.ids) > DESCRIPTORS_MAX:
+            raise InvalidArgument(f"{len(request.ids)} segments in one message; at most {DESCRIPTORS_MAX}")
+        reply, descriptors = pb.SegmentsReply(), []
+        for number in dict.fromkeys(request.ids):
+            segment = node.store.segments.live.get(number)
+            if segment is None or segment.tenant != session.tenant.id:
+                continue
+            descriptors.append(node.slab.descriptor(number, session.read_only))
+            segment.sessions.add(session.id)
+            reply.segments.add(id=number, size_bytes=segment.size_bytes, huge_pages=node.store.segments.huge_pages)
+        return WithDescriptors(reply, descriptors)
+
+    def open_namespace(self, session: Session, request: pb.OpenNamespaceRequest) -> pb.OpenNamespaceReply:
+        return calls.open_namespace(self.server.node, session.tenant, request)
+
+    async def reserve(self, session: Session, request: pb.ReserveRequest) -> pb.ReserveReply:
+        node = self.server.node
+        namespace = node.store.namespace(session.tenant, request.namespace_id)
+        slots = await calls.reserve(node, session, namespace, request.count, float("inf"))
+        return pb.ReserveReply(slots=slots)
+
+    def commit(self, session: Session, request: pb.CommitRequest) -> pb.CommitReply:
+        node = self.server.node
+        namespace = node.store.namespace(session.tenant, request.namespace_id)
+        results = calls.commit(node, session, namespace, request, request.slots)
+        ahead = node.store.top_up(session, namespace, request.want) if request.want else []
+        return pb.CommitReply(results=results, slots=ahead)  # type: ignore[arg-type]
+
+    def abort(self, session: Session, request: pb.AbortRequest) -> pb.AbortReply:
+        self.server.node.store.abort(session, request.slots)
+        return pb.AbortReply()
+
+    def match(self, session: Session, request: pb.MatchRequest) -> pb.MatchReply:
+        return calls.match(self.server.node, session.tenant, request)
+
+    def acquire(self, session: Session, request: pb.AcquireRequest) -> pb.AcquireReply:
+        node = self.server.node
+        namespace = node.store.namespace(session.tenant, request.namespace_id)
+        keys = calls.checked_keys(request.keys)
+        return pb.AcquireReply(slots=node.store.acquire(session, namespace, keys, time.monotonic()))
+
+    def release(self, session: Session, request: pb.ReleaseRequest) -> pb.ReleaseReply:
+        self.server.node.store.release(session, request.slots)
+        return pb.ReleaseReply()
+
+    def touch(self, session: Session, request: pb.TouchRequest) -> pb.TouchReply:
+        return calls.touch(self.server.node, session.tenant, request)
+
+    def remove(self, session: Session, request: pb.RemoveRequest) -> pb.RemoveReply:
+        return calls.remove(self.server.node, session.tenant, request)
+
+    def pin(self, session: Session, request: pb.PinRequest) -> pb.PinReply:
+        return calls.pin(self.server.node, session.tenant, request)
+
+    def unpin(self, session: Session, request: pb.UnpinRequest) -> pb.UnpinReply:
+        return calls.unpin(self.server.node, session.tenant, request)
+
+    async def clear(self, session: Session, request: pb.ClearRequest) -> pb.ClearReply:
+        return await calls.clear(self.server.node, session.tenant, request)
+
+    def sync(self, session: Session, request: pb.SyncRequest) -> pb.SyncReply:
+        """The client unmapped segments, or is leaving with nothing held and nothing mapped."""
+        detached = list(request.detached)
+        session.detach.difference_update(detached)
+        self.server.node.store.segments.forget_session(session.id, detached)
+        self.leaving = request.leaving
+        self.server.node.jobs_ready()
+        return pb.SyncReply()
+
+    def stats(self, _: Session, __: pb.StatsRequest) -> pb.StatsReply:
+        return self.server.stats()
+
+    def health(self, _: Session, __: pb.HealthRequest) -> pb.HealthReply:
+        return calls.health(self.server.node)
+
+
+CALLS: dict[str, Callable[[ClientSession, Session, Any], Any]] = {
+    "index": ClientSession.index,
+    "segments": ClientSession.segments,
+    "open_namespace": ClientSession.open_namespace,
+    "reserve": ClientSession.reserve,
+    "commit": ClientSession.commit,
+    "abort": ClientSession.abort,
+    "match": ClientSession.match,
+    "acquire": ClientSession.acquire,
+    "release": ClientSession.release,
+    "touch": ClientSession.touch,
+    "remove": ClientSession.remove,
+    "pin": ClientSession.pin,
+    "unpin": ClientSession.unpin,
+    "clear": ClientSession.clear,
+    "sync": ClientSession.sync,
+    "stats": ClientSession.stats,
+    "health": ClientSession.health,
+}
+
+
+class SessionServer:
+    """Accepts sessions on one Unix socket."""
+
+    def __init__(self, node: Node, path: Path, stats: Callable[[], pb.StatsReply]) -> None:
+        self.node = node
+        self.path = path
+        self.stats = stats
+        self.loop = asyncio.get_running_loop()
+        self.pid = os.getpid()
+        self.clients: set[ClientSession] = set()
+        self.by_nonce: dict[int, ClientSession] = {}
+        self._socket: socket.socket | None = None
+
+    def listen(self) -> None:
+        """Binds the socket, mode 0600 from the start, and accepts from now on."""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        before = os.umask(0o177)
+        try:
+            self._socket.bind(str(self.path))
+        finally:
+            os.umask(before)
+        self._socket.listen(BACKLOG)
+        self.loop.add_reader(self._socket, self._accept)
+
+    def make_place(self) -> None:
+        """Where the table of sessions is full, forgets one that ended holding nothing."""
+        if len(self.node.store.sessions) < holds.SESSIONS_MAX:
+            return
+        for client in self.clients:
+            session = client.session
+            if client.connection.closed and session is not None and not session.held_bytes:
+                self.node.store.end_session(session, process_gone=True)
+                client.forget()
+                return
+
+    def close(self) -> None:
+        """Ends every session and unlinks the socket."""
+        if self._socket is None:
+            return
+        self.loop.remove_reader(self._socket)
+        self._socket.close()
+        self.path.unlink(missing_ok=True)
+        for client in list(self.clients):
+            client.connection.close()
+            client.forget()
+
+    def _accept(self) -> None:
+        assert self._socket is not None
+        for _ in range(BACKLOG):
+            try:
+                sock, _ = self._socket.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as e:
+                # Out of descriptors: those who wait stay in the backlog; try again when some are closed.
+                log.error("cannot accept a client: %s", e.strerror)  # noqa: TRY400
+                self.loop.remove_reader(self._socket)
+                self.loop.call_later(1.0, self._accept_again)
+                return
+            if len(self.clients) >= CLIENTS_MAX:
+                sock.close()
+                continue
+            try:
+                self.clients.add(ClientSession(self, sock))
+            except OSError as e:
+                log.warning("a client went away at once: %s", e.strerror)
+                sock.close()
+
+    def _accept_again(self) -> None:
+        if self._socket is not None and self._socket.fileno() >= 0:
+            self.loop.add_reader(self._socket, self._accept)

@@ -1,0 +1,125 @@
+"""What the daemon says of itself: one message, built from the store and its surroundings."""
+
+import os
+import time
+from collections.abc import Iterable
+
+from kvstore.core.segments import Pool
+from kvstore.core.store import Store
+from kvstore.server.calls import Node
+from kvstored.v1 import kvstore_pb2 as pb
+
+
+def rss_anon_bytes() -> int:
+    """Private memory of this process (RssAnon of /proc/self/status): the slab and the indexes are not in it."""
+    with open("/proc/self/status", encoding="ascii") as status:
+        for line in status:
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def host_stats(store: Store, lock_error: str) -> pb.HostStats:
+    """The slab as a whole."""
+    segments = store.segments
+    pools = segments.pools.values()
+    return pb.HostStats(
+        size_bytes=segments.size_bytes,
+        segment_bytes=segments.segment_bytes,
+        segments=len(segments.live),
+        unassigned_bytes=segments.spare_bytes + sum(s.size_bytes for s in segments.unowned.values()),
+        draining_bytes=sum(s.size_bytes for s in segments.draining.values()),
+        locked=not lock_error,
+        locked_reason=lock_error,
+        huge_pages=segments.huge_pages,
+        used_bytes=sum((p.slots - p.free) * p.slot_bytes for p in pools),
+        block_bytes=sum((p.blocks + p.doomed) * p.block_bytes for p in pools),
+    )
+
+
+def pool_stats(store: Store, pool: Pool) -> pb.PoolStats:
+    """One pool."""
+    return pb.PoolStats(
+        tenant=next(t.name for t in store.tenants.values() if t.id == pool.tenant),
+        block_bytes=pool.block_bytes,
+        slot_bytes=pool.slot_bytes,
+        segments=len(pool.segments),
+        slots=pool.slots,
+        free=pool.free,
+        granted=pool.granted,
+        quarantined=pool.quarantined,
+        blocks=pool.blocks,
+        leased=pool.leased,
+        pinned=pool.pinned,
+        doomed=pool.doomed,
+    )
+
+
+def session_stats(store: Store, now: float) -> Iterable[pb.SessionStats]:
+    """Every session, also those that ended while their process lives."""
+    for session in store.sessions.values():
+        yield pb.SessionStats(
+            id=session.id,
+            client=session.client,
+            tenant=session.tenant.name,
+            pid=session.pid,
+            local=session.local,
+            read_only=session.read_only,
+            granted_slots=len(session.granted),
+            leased_slots=len(session.leased),
+            held_bytes=session.held_bytes,
+            age_s=now - session.opened,
+            ended=session.ended,
+        )
+
+
+def index_stats(node: Node) -> Iterable[pb.IndexStats]:
+    """The shared index of each tenant."""
+    for tenant in node.store.tenants.values():
+        generation, capacity, live, tombstones, waiting, size_bytes = node.indexes.figures(tenant.id)
+        yield pb.IndexStats(
+            tenant=tenant.name,
+            generation=generation,
+            capacity=capacity,
+            live=live,
+            tombstones=tombstones,
+            unpublished=waiting,
+            size_bytes=size_bytes,
+        )
+
+
+def build(node: Node, *, loops: Iterable[pb.LoopStats], lock_error: str, socket: str, grpc: str) -> pb.StatsReply:
+    """Everything that `kvstore-cli stats` shows."""
+    store, now = node.store, time.monotonic()
+    problems = node.problems()
+    counts = store.counts
+    return pb.StatsReply(
+        daemon=pb.DaemonStats(
+            version=node.version,
+            pid=os.getpid(),
+            epoch=node.epoch,
+            uptime_s=now - node.started,
+            socket=socket,
+            grpc=grpc,
+            healthy=not problems,
+            problems=problems,
+            rss_anon_bytes=rss_anon_bytes(),
+        ),
+        host=host_stats(store, lock_error),
+        pools=[pool_stats(store, pool) for pool in store.segments.pools.values()],
+        sessions=list(session_stats(store, now)),
+        counters=pb.Counters(protocol_errors=node.protocol_errors, segments_moved=store.room.moved, **vars(counts)),
+        indexes=list(index_stats(node)),
+        loops=list(loops),
+        namespaces=[
+            pb.NamespaceStats(
+                tenant=n.tenant.name,
+                id=n.id,
+                label=n.label,
+                digest=n.digest,
+                block_bytes=n.block_bytes,
+                blocks=n.blocks,
+            )
+            for n in store.namespaces[-256:]
+        ],
+    )

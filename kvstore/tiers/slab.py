@@ -1,0 +1,154 @@
+"""The host slab: segments of shared memory as sealed memfds.
+
+A segment is made, populated, locked and mapped here, and its descriptor handed to the
+sessions of its tenant. At birth it gets mode 0600 and seals against shrinking, growing
+and further seals: without them one client's `ftruncate` kills the daemon with SIGBUS,
+and one client's seal locks the others out.
+"""
+
+import ctypes
+import fcntl
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+
+from kvstored.mapping import Mapping
+
+PREFAULT_THREADS_MAX = 8
+MFD_HUGE_2MB = 21 << 26
+"""log2(2 MiB) << MFD_HUGE_SHIFT, from linux/memfd.h."""
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+FALLOC_PUNCH_HOLE, FALLOC_KEEP_SIZE = 2, 1
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(eq=False)
+class SlabSegment:
+    """One piece of shared memory of the daemon's."""
+
+    id: int
+    descriptor: int
+    mapping: Mapping
+    lock_error: str
+    read_only: int = -1
+    """The same memory opened for reading only; made when first asked for."""
+
+
+def sealed_memfd(name: str, size_bytes: int, *, huge_pages: bool = False, seals: int = SEALS) -> int:
+    """A memfd of fixed size, readable and writable by its owner only."""
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    if huge_pages:
+        flags |= os.MFD_HUGETLB | MFD_HUGE_2MB
+    descriptor = os.memfd_create(name, flags)
+    try:
+        os.fchmod(descriptor, 0o600)
+        os.ftruncate(descriptor, size_bytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def open_read_only(descriptor: int) -> int:
+    """The same memory opened for reading only: it cannot be mapped writable through this descriptor."""
+    return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+class Slab:
+    """All segments that exist, by id."""
+
+    def __init__(self, *, huge_pages: bool) -> None:
+        self.huge_pages = huge_pages
+        self._segments: dict[int, SlabSegment] = {}
+
+    def make(self, segment: int, size_bytes: int) -> SlabSegment:
+        """Allocates, maps, prefaults and locks one segment; safe in any thread.
+
+        Raises OSError where there is no memory. A segment that cannot be locked is
+        usable and says why in `lock_error`. Call `add` with the result on the loop.
+        """
+        descriptor = sealed_memfd(f"kvstored-{segment}", size_bytes, huge_pages=self.huge_pages)
+        try:
+            mapping = Mapping(descriptor, size_bytes, writable=True)
+            mapping.populate(write=True)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        lock_error = ""
+        try:
+            mapping.lock()
+        except OSError as e:
+            lock_error = f"{e.strerror}; raise RLIMIT_MEMLOCK (LimitMEMLOCK=infinity under systemd)"
+        return SlabSegment(segment, descriptor, mapping, lock_error)
+
+    def make_all(self, sizes: dict[int, int], progress: Callable[[int, int], None]) -> None:
+        """Makes many segments in parallel; `progress(bytes done, bytes in all)` after each. Raises OSError."""
+        total, done = sum(sizes.values()), 0
+        threads = min(PREFAULT_THREADS_MAX, os.cpu_count() or 1)
+        with ThreadPoolExecutor(threads, thread_name_prefix="prefault") as pool:
+            futures = [pool.submit(self.make, segment, size) for segment, size in sizes.items()]
+            try:
+                for future in as_completed(futures):
+                    made = future.result()
+                    self.add(made)
+                    done += made.mapping.size_bytes
+                    progress(done, total)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def add(self, segment: SlabSegment) -> None:
+        """The segment is part of the slab from now on."""
+        self._segments[segment.id] = segment
+
+    def drop(self, segment: int) -> None:
+        """Gives the pages back to the system at once, whoever still has them mapped, and forgets the segment.
+
+        Clients that still look at it see zeros, and their reads do not count: every
+        block in it was withdrawn from the index before.
+        """
+        gone = self._segments.pop(segment)
+        punch_hole(gone.descriptor, gone.mapping.size_bytes)
+        _close(gone)
+
+    def descriptor(self, segment: int, read_only: bool) -> int:
+        """For sending; stays the slab's. Raises OSError where no further descriptor can be opened."""
+        found = self._segments[segment]
+        if not read_only:
+            return found.descriptor
+        if found.read_only < 0:
+            found.read_only = open_read_only(found.descriptor)
+        return found.read_only
+
+    def bytes_at(self, segment: int, offset: int, length: int) -> memoryview:
+        """A writable view for callers whose bytes pass through the daemon."""
+        return self._segments[segment].mapping.bytes[offset : offset + length].data
+
+    @property
+    def lock_error(self) -> str:
+        """Why some of the slab can be swapped out; empty when all of it is locked."""
+        return next((s.lock_error for s in self._segments.values() if s.lock_error), "")
+
+    def close(self) -> None:
+        """Closes every descriptor; memory goes when the last client has unmapped it."""
+        for segment in self._segments.values():
+            _close(segment)
+        self._segments.clear()
+
+
+def punch_hole(descriptor: int, size_bytes: int) -> None:
+    """Frees all pages of a memfd, in every process that maps it."""
+    mode = FALLOC_PUNCH_HOLE | FALLOC_KEEP_SIZE
+    if _libc.fallocate(descriptor, mode, ctypes.c_long(0), ctypes.c_long(size_bytes)) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"punching {size_bytes} bytes out of a segment: {os.strerror(number)}")
+
+
+def _close(segment: SlabSegment) -> None:
+    os.close(segment.descriptor)
+    if segment.read_only >= 0:
+        os.close(segment.read_only)
