@@ -17,12 +17,14 @@ Bytes = NDArray[np.uint8]
 
 def as_bytes(thing: Any, what: str) -> Bytes:
     """The memory of one object. Raises InvalidArgument where it is not contiguous memory of this process."""
-    if hasattr(thing, "data_ptr"):
-        return _tensor_bytes(thing, what)
     if isinstance(thing, np.ndarray):
+        if thing.dtype == np.uint8 and thing.ndim == 1 and thing.flags.c_contiguous:
+            return thing
         if not thing.flags.c_contiguous:
             raise InvalidArgument(f"{what} is not C-contiguous; pass numpy.ascontiguousarray of it")
         return thing.reshape(-1).view(np.uint8)
+    if hasattr(thing, "data_ptr"):
+        return _tensor_bytes(thing, what)
     try:
         view = memoryview(thing)
         if not view.c_contiguous:
@@ -45,8 +47,10 @@ def _tensor_bytes(tensor: Any, what: str) -> Bytes:
 
 def as_blocks(things: Any, count: int, block_bytes: int, what: str) -> list[Bytes]:
     """`count` blocks from one buffer that holds all of them in a row, or from a sequence of one each."""
-    if isinstance(things, Sequence) and not isinstance(things, (bytes, bytearray, memoryview)):
-        blocks = [as_bytes(thing, f"{what} {i}") for i, thing in enumerate(things)]
+    if type(things) is list or (
+        isinstance(things, Sequence) and not isinstance(things, (bytes, bytearray, memoryview))
+    ):
+        blocks = [as_bytes(thing, what) for thing in things]
         if len(blocks) != count:
             raise InvalidArgument(f"{len(blocks)} {what}s for {count} keys")
         for i, block in enumerate(blocks):

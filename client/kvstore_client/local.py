@@ -299,7 +299,7 @@ class LocalTransport:
             return PutResult(0, 0, len(blocks), e)
         existing = len(blocks) - len(todo)
         if durable and not todo:
-            session.call(pb.Request(commit=commit_request(opened.namespace_id, keys, [], [], hint, True, 0)))
+            session.call(commit_request(opened.namespace_id, keys, [], [], hint, True, 0))
         if existing:
             session.touched.append(tuple(keys))
         stored, error = 0, None
@@ -341,7 +341,7 @@ class LocalTransport:
                 np.copyto(_slot_bytes(session, slot, opened.slot_bytes, ns.block_bytes), blocks[i - start])
             want = min(opened.grant_max, len(part))
             request = commit_request(opened.namespace_id, keys, part, slots, hint, durable, want)
-            results = session.commit(request, ns.block_bytes, reuse=True)
+            results = session.commit(request, slots, ns.block_bytes, reuse=True)
         except (Unavailable, ResourceExhausted, FailedPrecondition) as e:
             session.give_up(slots)
             if isinstance(e, FailedPrecondition):
@@ -388,7 +388,7 @@ class LocalTransport:
                 some = part[at : at + COMMIT_BLOCKS]
                 mine = slots[at : at + len(some)]
                 request = commit_request(opened.namespace_id, keys, some, mine, hint, durable, 0)
-                results += session.commit(request, ns.block_bytes, reuse=False)
+                results += session.commit(request, mine, ns.block_bytes, reuse=False)
             for own, result in zip(uncommitted, results, strict=False):
                 if result == pb.STORED:
                     own.clear()
@@ -498,18 +498,20 @@ def commit_request(
     hint: Hint | None,
     durable: bool,
     want: int,
-) -> pb.CommitRequest:
+) -> pb.Request:
     """A Commit of keys[i] for i in `places`, each with its parent in the chain."""
-    return pb.CommitRequest(
-        namespace_id=number,
-        keys=[keys[i] for i in places],
-        slots=slots,
-        parents=[keys[i - 1] if i else b"" for i in places],
-        depths=places,
-        hint=hint.message() if hint is not None else None,
-        want=want,
-        durable=durable,
-    )
+    request = pb.Request()  # filled in place: a message given to a constructor is copied
+    commit = request.commit
+    commit.namespace_id = number
+    commit.keys.extend([keys[i] for i in places])
+    commit.slots.extend(slots)
+    commit.parents.extend([keys[i - 1] if i else b"" for i in places])
+    commit.depths.extend(places)
+    commit.want = want
+    commit.durable = durable
+    if hint is not None:
+        commit.hint.CopyFrom(hint.message())
+    return request
 
 
 def _slot_bytes(session: Session, slot: int, slot_bytes: int, block_bytes: int) -> Bytes:

@@ -151,7 +151,7 @@ class Namespace:
 
 
 def _checked(keys: Sequence[bytes]) -> Sequence[bytes]:
-    if isinstance(keys, (bytes, str)) or not isinstance(keys, Sequence):
+    if type(keys) is not list and (isinstance(keys, (bytes, str)) or not isinstance(keys, Sequence)):
         raise InvalidArgument(f"keys are a list of bytes, not {type(keys).__name__}")
     naming.check_keys(keys)
     return keys

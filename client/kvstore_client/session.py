@@ -281,13 +281,13 @@ class Session:
             self.writing.update(slots)
             return slots
 
-    def commit(self, request: pb.CommitRequest, block_bytes: int, *, reuse: bool) -> list[int]:
+    def commit(self, request: pb.Request, slots: list[int], block_bytes: int, *, reuse: bool) -> list[int]:
         """Makes written slots visible. Those not needed are granted ahead from then on, if `reuse`."""
         with self.lock:
-            reply = self._exchange(pb.Request(commit=request), None)[0].commit
+            reply = self._exchange(request, None)[0].commit
             results: list[int] = list(reply.results)
             ahead = self.grants.setdefault(block_bytes, [])
-            for slot, result in zip(request.slots, results, strict=True):
+            for slot, result in zip(slots, results, strict=True):
                 if result == pb.STORED:
                     self.writing.discard(slot)
                 elif reuse:

@@ -195,7 +195,7 @@ def links(store: "Store") -> None:
 
 
 def lists(store: "Store") -> None:
-    """Each block that may be evicted is in the one list where it belongs, and nothing else is in any."""
+    """Each block is in the one list where it belongs; only held ones may be in none."""
     table = store.table
     seen: dict[int, int] = {}
     for pool in store.segments.pools.values():
@@ -207,15 +207,17 @@ def lists(store: "Store") -> None:
                 assert store.tree.pool_of(row) is pool, f"row {row} is in another pool's list"
                 seen[row] = which
     for row in range(len(table)):
-        if table.state[row] != State.SEALED or table.leases[row] or table.marks[row] & PINNED:
-            place = OUT
-        elif row in store.namespaces[table.namespace[row] - 1].tenant.orphan_parent:
+        if table.state[row] != State.SEALED:
+            assert row not in seen, f"row {row} is listed and no block"
+            continue
+        if row in store.namespaces[table.namespace[row] - 1].tenant.orphan_parent:
             place = ORPHAN
         else:
             place = LEAF if table.child[row] == NONE else INNER
+        if table.held(row) and row not in seen:
+            place = OUT
         same(f"row {row}: list", seen.get(row, OUT), place)
-        if table.state[row] == State.SEALED:
-            same(f"row {row}: listed", table.listed[row], place)
+        same(f"row {row}: listed", table.listed[row], place)
 
 
 def orphans(store: "Store") -> None:

@@ -103,6 +103,10 @@ class BlockTable:
         assert state != _ILLEGAL, f"row {row}: {event!r} in state {self.state[row]}"
         self.state[row] = state
 
+    def held(self, row: int) -> bool:
+        """Whether a lease or a pin keeps a block from eviction."""
+        return bool(self.leases[row] or self.marks[row] & PINNED)
+
     def take(self) -> int:
         """A free row, all links cleared."""
         if not self.free:

@@ -5,12 +5,15 @@ rows and keeps its own order of them; the store tells it what happens to each, a
 for a victim of one pool at a time, because only a slot of the same size is of use.
 
 Rules that every policy keeps:
-  - a block with a lease or a pin is never a victim: the store takes it out (`hold`);
+  - a block that is held (a lease or a pin, as the table says) is never a victim; the
+    policy is not told when a hold begins, and looks when it needs a victim, because a
+    block is held far more often than one is evicted;
   - orphans (their parent is not here, so no match can reach them) go first;
   - leaves go before their parents; only where every leaf is held, unheld inner blocks
     go, deepest first.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from kvstore.core.block import NONE, SEALED, BlockTable
@@ -41,13 +44,13 @@ class Policy(Protocol):
     """What the store tells a policy, and asks of it. Rows are sealed blocks throughout."""
 
     def add(self, order: PoolOrder, row: int, *, orphan: bool) -> None:
-        """A block is here and may be evicted (new, or its last hold is gone)."""
+        """A block is here and may be evicted: new, or the policy had put it aside and its last hold is gone."""
 
-    def hold(self, order: PoolOrder, row: int) -> None:
-        """A block must not be evicted for now, or is about to go: forget its place."""
+    def remove(self, order: PoolOrder, row: int) -> None:
+        """A block is about to go, or to be added again as something else: forget its place."""
 
-    def touch(self, order: PoolOrder, row: int) -> None:
-        """A block was used; told of held ones too."""
+    def touch(self, order: PoolOrder, rows: Sequence[int]) -> None:
+        """Blocks were used, the last of them most recently."""
 
     def gained_child(self, order: PoolOrder, row: int) -> None:
         """A leaf is about to become an inner block."""
@@ -59,7 +62,7 @@ class Policy(Protocol):
         """The block to drop next; NONE where all are held."""
 
     def oldest_use(self, order: PoolOrder) -> float:
-        """About when the next victim was last used; 0 for an orphan, infinity where there is none."""
+        """About when the next victim was last used; 0 for an orphan, infinity where all are held."""
 
     def walk(self, order: PoolOrder, which: int) -> list[int]:
         """Rows of one list, next victim first; for the audit."""
@@ -69,10 +72,12 @@ class LeafLru:
     """Least recently used leaf first.
 
     Leaves, inner blocks and orphans are three lists, each in order of last use, so that
-    a victim is found in one step whatever is held. A block that becomes a leaf because
-    its last child went is the next victim, unless it was used after that child was: then
-    it counts as just used. (Where exactly it would belong takes a search, and such a
-    parent is rare: a use of a child is a use of all it hangs from.)
+    a victim is found in one step. Held blocks met at the old end leave their list until
+    their last hold is gone (`listed` is OUT so long), so each is passed over once. A
+    block that becomes a leaf because its last child went is the next victim, unless it
+    was used after that child was: then it counts as just used. (Where exactly it would
+    belong takes a search, and such a parent is rare: a use of a child is one of all that
+    it hangs from.)
     """
 
     def __init__(self, table: BlockTable) -> None:
@@ -85,7 +90,7 @@ class LeafLru:
         assert not self._listed[row], f"row {row} is listed already"
         self._append(order, ORPHAN if orphan else LEAF if self._table.child[row] == NONE else INNER, row)
 
-    def hold(self, order: PoolOrder, row: int) -> None:
+    def remove(self, order: PoolOrder, row: int) -> None:
         which = self._listed[row]
         if which:
             b, a = self._before[row], self._after[row]
@@ -94,47 +99,54 @@ class LeafLru:
             self._listed[row] = OUT
             order.listed[which] -= 1
 
-    def touch(self, order: PoolOrder, row: int) -> None:
-        which = self._listed[row]
-        if not which:
-            return
-        before, after = self._before, self._after
-        b, a = before[row], after[row]
-        after[b] = a
-        before[a] = b
-        head = order.heads[which]
-        last = before[head]
-        after[last] = before[head] = row
-        before[row] = last
-        after[row] = head
+    def touch(self, order: PoolOrder, rows: Sequence[int]) -> None:
+        listed, before, after, heads = self._listed, self._before, self._after, order.heads
+        at, end = 0, len(rows)
+        while at < end:
+            first = last = rows[at]
+            at += 1
+            which = listed[first]
+            if not which:
+                continue
+            # Neighbours move together: a chain that is used as one stays in one piece.
+            while at < end and after[last] == rows[at]:
+                last = rows[at]
+                at += 1
+            b, a, head = before[first], after[last], heads[which]
+            after[b] = a
+            before[a] = b
+            newest = before[head]
+            after[newest] = first
+            before[first] = newest
+            after[last] = head
+            before[head] = last
 
     def gained_child(self, order: PoolOrder, row: int) -> None:
         if self._listed[row] == LEAF:
-            self.hold(order, row)
+            self.remove(order, row)
             self._append(order, INNER, row)
 
     def lost_child(self, order: PoolOrder, row: int, child_used: float) -> None:
         if self._listed[row] != INNER:
             return
-        self.hold(order, row)
+        self.remove(order, row)
         self._append(order, LEAF, row)
         if self._table.used[row] <= child_used:
             self._make_first(order, row)
 
     def victim(self, order: PoolOrder) -> int:
-        listed = order.listed
-        if listed[ORPHAN]:
-            return self._after[order.heads[ORPHAN]]
-        if listed[LEAF]:
-            return self._after[order.heads[LEAF]]
-        return self._deepest(order.heads[INNER])
+        row = self._first(order, ORPHAN)
+        if row == NONE:
+            row = self._first(order, LEAF)
+        return self._deepest(order) if row == NONE else row
 
     def oldest_use(self, order: PoolOrder) -> float:
-        if order.listed[ORPHAN]:
+        if self._first(order, ORPHAN) != NONE:
             return 0.0
         for which in (LEAF, INNER):
-            if order.listed[which]:
-                return self._table.used[self._after[order.heads[which]]]
+            row = self._first(order, which)
+            if row != NONE:
+                return self._table.used[row]
         return float("inf")
 
     def walk(self, order: PoolOrder, which: int) -> list[int]:
@@ -148,13 +160,26 @@ class LeafLru:
             row = self._after[row]
         return rows
 
-    def _deepest(self, head: int) -> int:
+    def _first(self, order: PoolOrder, which: int) -> int:
+        """The old end of a list, held blocks put aside."""
+        head, after = order.heads[which], self._after
+        row = after[head]
+        while row != head:
+            if not self._table.held(row):
+                return row
+            self.remove(order, row)
+            row = after[head]
+        return NONE
+
+    def _deepest(self, order: PoolOrder) -> int:
         best, best_depth = NONE, -1
-        row = self._after[head]
+        row = self._first(order, INNER)
+        if row == NONE:
+            return NONE
         for _ in range(INNER_WINDOW):
-            if row == head:
+            if row == order.heads[INNER]:
                 break
-            if self._table.depth[row] > best_depth:
+            if self._table.depth[row] > best_depth and not self._table.held(row):
                 best, best_depth = row, self._table.depth[row]
             row = self._after[row]
         return best

@@ -142,7 +142,12 @@ class Store:
             self._forget(session, keep_leased={}, keep_granted=set(), heir=None)
 
     def resume(self, old: Session, heir: Session, leased: Sequence[int], granted: Sequence[int]) -> None:
-        """The process of `old` attached again as `heir` and says what it still uses; the rest is free."""
+        """The process of `old` attached again as `heir` and says what it still uses; the rest is free.
+
+        A slot named in `granted` that is not granted (any more) is passed over: it was committed
+        by a call whose answer never arrived, and its next Commit answers FailedPrecondition.
+        A lease that was never there is an error: whoever looks at that slot must stop.
+        """
         if old.tenant is not heir.tenant or old.id not in self.sessions:
             raise FailedPrecondition("there is no such session of this tenant to resume")
         if leased or granted:
@@ -153,8 +158,6 @@ class Store:
         for ref, count in keep_leased.items():
             if count > old.leased.get(ref, 0):
                 raise InvalidArgument(f"the resumed session did not hold slot {ref:#x} {count} times")
-        if not set(granted) <= old.granted.keys():
-            raise InvalidArgument("the resumed session was not granted one of the slots named")
         refusals.check_leases(heir, len(leased))
         self.end_session(old, process_gone=False)
         self._forget(old, keep_leased, set(granted), heir)

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from kvstore.core.block import HINTED, HITS_MAX, NONE, PINNED, SEALED, BlockTable
-from kvstore.core.evict import Policy
+from kvstore.core.evict import Policy, PoolOrder
 from kvstore.core.holds import Namespace, Tenant
-from kvstore.core.segments import Pool, SegmentTable
+from kvstore.core.segments import Pool, Segment, SegmentTable
 
 RECENT_S = 1.0
 """A use of a block is one of all it hangs from, told to those not used for this long.
@@ -111,7 +111,7 @@ class PrefixTree:
             order = self.pool_of(child).order
             listed = self.table.listed[child]
             if listed:
-                self.policy.hold(order, child)
+                self.policy.remove(order, child)
             if child not in above:
                 self._hang(row, child)
             if listed:
@@ -122,17 +122,42 @@ class PrefixTree:
     def touch(self, rows: Sequence[int], now: float) -> None:
         """Marks rows and all they hang from as used now: deepest first, so that roots end up newest."""
         table = self.table
-        used, place, parent, live, touch = table.used, table.place, table.parent, self.segments.live, self.policy.touch
+        used, place, parent = table.used, table.place, table.parent
         recent = now - RECENT_S
+        number = NONE
+        order: PoolOrder | None = None
+        moved: list[int] = []
+        above: list[int] = []
         for row in reversed(rows):
-            if used[row] != now:
-                used[row] = now
-                segment = live[place[row] >> 32]
+            if used[row] == now:
+                continue
+            used[row] = now
+            if place[row] >> 32 != number:
+                number = place[row] >> 32
+                segment, pool = self._at(number)
                 segment.used = now
-                touch(segment.pool.order, row)  # type: ignore[union-attr]  # a segment with a block has a pool
-                above = parent[row]
-                if above != NONE and used[above] < recent:
-                    self._touch_up(above, now)
+                if order is not pool.order:
+                    if order is not None:
+                        self.policy.touch(order, moved)
+                    order, moved = pool.order, []
+            moved.append(row)
+            if parent[row] != NONE and used[parent[row]] < recent:
+                above.append(parent[row])
+        if order is not None:
+            self.policy.touch(order, moved)
+        for row in above:
+            if used[row] < recent:
+                self._touch_up(row, now)
+
+    def _touch_up(self, row: int, now: float) -> None:
+        """The same for an ancestor that no caller named."""
+        used, parent = self.table.used, self.table.parent
+        path = []
+        while row != NONE and used[row] < now - RECENT_S:
+            path.append(row)
+            row = parent[row]
+        path.reverse()
+        self.touch(path, now)
 
     def hit(self, rows: Sequence[int]) -> None:
         """Counts a hit on each row."""
@@ -140,17 +165,6 @@ class PrefixTree:
         for row in rows:
             if hits[row] != HITS_MAX:
                 hits[row] += 1
-
-    def _touch_up(self, row: int, now: float) -> None:
-        used, place, parent, live = self.table.used, self.table.place, self.table.parent, self.segments.live
-        recent = now - RECENT_S
-        while row != NONE and used[row] < recent:
-            used[row] = now
-            segment = live[place[row] >> 32]
-            segment.used = now
-            assert segment.pool is not None
-            self.policy.touch(segment.pool.order, row)
-            row = parent[row]
 
     # -- going
 
@@ -167,7 +181,7 @@ class PrefixTree:
         table.key[row] = None
         if table.marks[row]:
             self._drop_marks(row, pool)
-        self.policy.hold(pool.order, row)
+        self.policy.remove(pool.order, row)
         self._cut_out(tenant, key, row)
         pool.blocks -= 1
         if table.leases[row]:
@@ -199,7 +213,7 @@ class PrefixTree:
                 tenant.orphan_parent[child] = key
                 if table.listed[child]:
                     order = self.pool_of(child).order
-                    self.policy.hold(order, child)
+                    self.policy.remove(order, child)
                     self.policy.add(order, child, orphan=True)
         parent = table.parent[row]
         if parent != NONE:
@@ -218,53 +232,58 @@ class PrefixTree:
 
     def lease(self, rows: Sequence[int], tenant: Tenant, pool: Pool) -> None:
         """One hold more on each row; all are of one pool."""
-        table = self.table
-        leases, marks, place, live = table.leases, table.marks, table.place, self.segments.live
-        hold, order = self.policy.hold, pool.order
-        fresh = 0
+        leases, marks, place, live = self.table.leases, self.table.marks, self.table.place, self.segments.live
+        fresh, number = 0, NONE
         for row in rows:
-            held = leases[row]
-            leases[row] = held + 1
-            if not held:
+            before = leases[row]
+            leases[row] = before + 1
+            if not before:
                 fresh += 1
                 if not marks[row] & PINNED:
-                    hold(order, row)
-                    live[place[row] >> 32].held += 1
+                    if place[row] >> 32 != number:
+                        number = place[row] >> 32
+                        segment = live[number]
+                    segment.held += 1
         pool.leased += fresh
         tenant.held_bytes += fresh * pool.slot_bytes
         self.hit(rows)
 
     def unlease(self, tenant: Tenant, holds: Mapping[int, int]) -> None:
         """Ends so many holds on the block in each of these slots."""
-        table, live, add, orphan = self.table, self.segments.live, self.policy.add, tenant.orphan_parent
-        leases, marks, state = table.leases, table.marks, table.state
+        leases, marks, state, listed = self.table.leases, self.table.marks, self.table.state, self.table.listed
+        number = NONE
         for ref, count in holds.items():
-            segment = live[ref >> 32]
-            row, pool = segment.row[ref & 0xFFFFFFFF], segment.pool
-            assert pool is not None
-            assert leases[row] >= count, f"row {row}: {count} leases ended of {leases[row]}"
-            leases[row] -= count
-            if leases[row]:
+            if ref >> 32 != number:
+                number = ref >> 32
+                segment, pool = self._at(number)
+            row = segment.row[ref & 0xFFFFFFFF]
+            left = leases[row] - count
+            assert left >= 0, f"row {row}: more leases ended than it had"
+            leases[row] = left
+            if left:
                 continue
             pool.leased -= 1
             tenant.held_bytes -= pool.slot_bytes
-            if state[row] == SEALED:
-                if not marks[row] & PINNED:
-                    segment.held -= 1
-                    add(pool.order, row, orphan=row in orphan)
-                continue
-            segment.held -= 1
-            pool.doomed -= 1
-            table.move(row, "release")
-            self.segments.free_slot(ref)
-            table.give_back(row)
+            if state[row] != SEALED:
+                segment.held -= 1
+                self._last_release(row, ref, pool)
+            elif not marks[row] & PINNED:
+                segment.held -= 1
+                if not listed[row]:
+                    self.policy.add(pool.order, row, orphan=row in tenant.orphan_parent)
+
+    def _last_release(self, row: int, ref: int, pool: Pool) -> None:
+        """A doomed block is gone with its last lease."""
+        pool.doomed -= 1
+        self.table.move(row, "release")
+        self.segments.free_slot(ref)
+        self.table.give_back(row)
 
     def pin(self, row: int, at: float) -> None:
         """Keeps a block from eviction until `at`."""
         if not self.table.marks[row] & PINNED:
             pool = self.pool_of(row)
             if not self.table.leases[row]:
-                self.policy.hold(pool.order, row)
                 self.segments.live[self.table.place[row] >> 32].held += 1
             pool.pinned += 1
         self.set_until(row, PINNED, at)
@@ -275,9 +294,11 @@ class PrefixTree:
         table.marks[row] &= ~PINNED & 0xFF
         del self.until[row * 4 + PINNED]
         pool.pinned -= 1
-        if not table.leases[row]:
+        if table.leases[row]:
+            return
+        self.segments.live[table.place[row] >> 32].held -= 1
+        if not table.listed[row]:
             tenant = self._namespaces[table.namespace[row] - 1].tenant
-            self.segments.live[table.place[row] >> 32].held -= 1
             self.policy.add(pool.order, row, orphan=row in tenant.orphan_parent)
 
     # -- until when
@@ -302,6 +323,10 @@ class PrefixTree:
 
     def pool_of(self, row: int) -> Pool:
         """The pool of a block's slot."""
-        pool = self.segments.live[self.table.place[row] >> 32].pool
-        assert pool is not None
-        return pool
+        return self._at(self.table.place[row] >> 32)[1]
+
+    def _at(self, number: int) -> tuple[Segment, Pool]:
+        """A segment with a block in it, so that it has a pool."""
+        segment = self.segments.live[number]
+        assert segment.pool is not None
+        return segment, segment.pool

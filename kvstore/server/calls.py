@@ -67,9 +67,10 @@ def checked_keys(keys: Sequence[bytes]) -> Sequence[bytes]:
     """The keys of a message, each of the right length and not too many."""
     if len(keys) > KEYS_MAX:
         raise InvalidArgument(f"{len(keys)} keys in one message; at most {KEYS_MAX}: split the call")
-    for i, key in enumerate(keys):
+    keys = list(keys)
+    for key in keys:
         if len(key) != KEY_BYTES:
-            raise InvalidArgument(f"key {i} has {len(key)} bytes; a key has {KEY_BYTES}")
+            raise InvalidArgument(f"key {keys.index(key)} has {len(key)} bytes; a key has {KEY_BYTES}")
     return keys
 
 
@@ -118,7 +119,9 @@ async def reserve(node: Node, session: Session, namespace: Namespace, count: int
 def commit(
     node: Node, session: Session, namespace: Namespace, request: pb.CommitRequest | pb.PutHeader, slots: Sequence[int]
 ) -> list[int]:
-    keys = checked_keys(request.keys)
+    keys = list(request.keys)  # lengths are checked by the store
+    if len(keys) > KEYS_MAX:
+        raise InvalidArgument(f"{len(keys)} keys in one message; at most {KEYS_MAX}: split the call")
     if request.durable:
         raise FailedPrecondition("durable=True needs an SSD tier, and this daemon has none (ssd.path is off)")
     return node.store.commit(
@@ -126,8 +129,8 @@ def commit(
         namespace,
         keys,
         slots,
-        request.parents,
-        request.depths,
+        list(request.parents),
+        list(request.depths),
         time.monotonic(),
         request.hint.ttl_s if request.HasField("hint") else 0.0,
     )

@@ -59,6 +59,17 @@ class Connection:
         if self.closed:
             return
         frame = _LENGTH.pack(len(payload)) + payload
+        if not descriptors and not self._out:
+            try:
+                sent = self._socket.send(frame)
+            except (BlockingIOError, InterruptedError):
+                sent = 0
+            except OSError as e:
+                self.close(f"sending: {e.strerror}")
+                return
+            if sent == len(frame):
+                return
+            frame = frame[sent:]
         if descriptors:
             # Duplicates, since the originals may be closed before the peer is ready.
             descriptors = _duplicates(descriptors)

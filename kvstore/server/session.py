@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from types import CoroutineType
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -75,7 +76,7 @@ class ClientSession:
         kind = request.WhichOneof("op")
         try:
             answer = self._call(kind, request)
-            if isinstance(answer, Coroutine):
+            if type(answer) is CoroutineType:
                 self._later(request.id, kind or "", answer)
             elif request.id:
                 self._send(request.id, kind or "", answer)
@@ -111,7 +112,11 @@ class ClientSession:
         descriptors: list[int] = []
         if isinstance(answer, WithDescriptors):
             answer, descriptors = answer.reply, answer.descriptors
-        reply = pb.Reply(id=number, **{kind: answer})
+        if type(answer) is pb.Reply:
+            reply = answer
+            reply.id = number
+        else:
+            reply = pb.Reply(id=number, **{kind: answer})
         session = self.session
         if session is not None and (session.recall or session.detach):
             reply.recall = session.recall
@@ -281,28 +286,34 @@ class ClientSession:
         slots = await calls.reserve(node, session, namespace, request.count, float("inf"))
         return pb.ReserveReply(slots=slots)
 
-    def commit(self, session: Session, request: pb.CommitRequest) -> pb.CommitReply:
+    def commit(self, session: Session, request: pb.CommitRequest) -> pb.Reply:
         node = self.server.node
         namespace = node.store.namespace(session.tenant, request.namespace_id)
-        results = calls.commit(node, session, namespace, request, request.slots)
-        ahead = node.store.top_up(session, namespace, request.want) if request.want else []
-        return pb.CommitReply(results=results, slots=ahead)  # type: ignore[arg-type]
+        results = calls.commit(node, session, namespace, request, list(request.slots))
+        reply = pb.Reply()  # filled in place: a message given to a constructor is copied
+        reply.commit.results.extend(results)  # type: ignore[arg-type]
+        if request.want:
+            reply.commit.slots.extend(node.store.top_up(session, namespace, request.want))
+        return reply
 
     def abort(self, session: Session, request: pb.AbortRequest) -> pb.AbortReply:
-        self.server.node.store.abort(session, request.slots)
+        self.server.node.store.abort(session, list(request.slots))
         return pb.AbortReply()
 
     def match(self, session: Session, request: pb.MatchRequest) -> pb.MatchReply:
         return calls.match(self.server.node, session.tenant, request)
 
-    def acquire(self, session: Session, request: pb.AcquireRequest) -> pb.AcquireReply:
+    def acquire(self, session: Session, request: pb.AcquireRequest) -> pb.Reply:
         node = self.server.node
         namespace = node.store.namespace(session.tenant, request.namespace_id)
         keys = calls.checked_keys(request.keys)
-        return pb.AcquireReply(slots=node.store.acquire(session, namespace, keys, time.monotonic()))
+        reply = pb.Reply()
+        reply.acquire.SetInParent()
+        reply.acquire.slots.extend(node.store.acquire(session, namespace, keys, time.monotonic()))
+        return reply
 
     def release(self, session: Session, request: pb.ReleaseRequest) -> pb.ReleaseReply:
-        self.server.node.store.release(session, request.slots)
+        self.server.node.store.release(session, list(request.slots))
         return pb.ReleaseReply()
 
     def touch(self, session: Session, request: pb.TouchRequest) -> pb.TouchReply:

@@ -1,0 +1,151 @@
+"""Real daemons for tests: started as a user starts them, in a directory of their own, ended by pid.
+
+Nothing here sleeps: whoever waits, waits for a line of the daemon's log, for a process to
+end, or (`eventually`) for a condition with a deadline.
+"""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore_client import Client
+
+START_S = 60.0
+STOP_S = 20.0
+KVSTORED = Path(sys.executable).parent / "kvstored"
+
+
+class RunningDaemon:
+    """One kvstored process of a test's."""
+
+    def __init__(self, directory: Path, settings: dict[str, str]) -> None:
+        self.directory = directory
+        self.socket = directory / "kvstored.sock"
+        self.endpoint = f"unix://{self.socket}"
+        self.settings = {
+            "server.socket": str(self.socket),
+            "server.state_dir": str(directory / "state"),
+            "host.size": "64MiB",
+            **settings,
+        }
+        self.log = ""
+        self._start()
+
+    def _start(self) -> None:
+        arguments = [str(KVSTORED)]
+        for key, value in self.settings.items():
+            arguments += ["--set", f"{key}={value}"]
+        # Output goes to a file so that a daemon that says much never waits for its reader.
+        self._log_path = self.directory / "kvstored.log"
+        with self._log_path.open("ab") as log:
+            self._log_start = log.tell()
+            self.process = subprocess.Popen(arguments, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        eventually(lambda: self._ready() or self.process.poll() is not None, START_S, "the daemon to be ready")
+        if self.process.poll() is not None:
+            raise AssertionError(f"kvstored ended with {self.process.returncode}:\n{self.output()}")
+
+    def _ready(self) -> bool:
+        return "ready: serving" in self.output()
+
+    def output(self) -> str:
+        """What this life of the daemon has logged."""
+        with self._log_path.open("rb") as log:
+            log.seek(self._log_start)
+            return log.read().decode()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def grpc_endpoint(self) -> str:
+        """The gRPC address that it says it serves on."""
+        (line,) = [line for line in self.output().splitlines() if "serving gRPC on " in line]
+        address = line.rpartition("serving gRPC on ")[2]
+        return f"grpc+unix://{address.removeprefix('unix:')}" if address.startswith("unix:") else f"grpc://{address}"
+
+    def stop(self) -> int:
+        """SIGTERM; answers the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(STOP_S)
+
+    def kill(self) -> None:
+        """SIGKILL, and waits until the process is gone."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(STOP_S)
+
+    def pause(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def restart(self, **settings: str) -> None:
+        """Starts it again in the same directory (after stop or kill)."""
+        self.settings.update({key.replace("__", "."): value for key, value in settings.items()})
+        self._start()
+
+
+def eventually(condition: Callable[[], Any], timeout_s: float = 10.0, what: str = "the condition") -> Any:
+    """The first true answer of `condition`, asked again and again until the deadline."""
+    pause = threading.Event()
+    until = time.monotonic() + timeout_s
+    while True:
+        found = condition()
+        if found:
+            return found
+        if time.monotonic() > until:
+            raise AssertionError(f"waited {timeout_s} s for {what}")
+        pause.wait(0.005)
+
+
+def wait_for_line(process: "subprocess.Popen[str]", timeout_s: float = 30.0) -> str:
+    """The next line that a child process prints; fails when it ends or says nothing in time."""
+    assert process.stdout is not None
+    readable, _, _ = select.select([process.stdout], [], [], timeout_s)
+    assert readable, f"nothing from process {process.pid} within {timeout_s} s"
+    return process.stdout.readline().strip()
+
+
+@pytest.fixture
+def start_daemon() -> Iterator[Callable[..., RunningDaemon]]:
+    """Starts daemons: `start_daemon(host__size="16MiB", evict__high="0.9")`; all are gone after the test."""
+    running: list[RunningDaemon] = []
+    with tempfile.TemporaryDirectory(prefix="kvstored-test-") as base:
+
+        def start(**settings: str) -> RunningDaemon:
+            directory = Path(base) / str(len(running))
+            directory.mkdir(mode=0o700)
+            running.append(RunningDaemon(directory, {k.replace("__", "."): v for k, v in settings.items()}))
+            return running[-1]
+
+        try:
+            yield start
+        finally:
+            for daemon in running:
+                daemon.kill()
+
+
+@pytest.fixture
+def daemon(start_daemon: Callable[..., RunningDaemon]) -> RunningDaemon:
+    """A daemon with 64 MiB, and gRPC on a free port."""
+    return start_daemon(server__grpc="127.0.0.1:0")
+
+
+@pytest.fixture
+def client(daemon: RunningDaemon) -> Iterator[Client]:
+    """A client of `daemon` by shared memory."""
+    with Client(daemon.endpoint, name="test") as client:
+        yield client
