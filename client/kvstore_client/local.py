@@ -4,24 +4,18 @@
     put     index -> slots granted ahead (or Reserve) -> copy -> Commit
     acquire Acquire -> views; Release when the last user of them is gone
 
-A keeper thread wakes once a second: it tells what was read, gives back idle grants,
-answers the daemon's notices, populates page tables of new segments, and reconnects with
-back-off when the daemon went away.
+Sessions come and go (keeper.py); each call captures one and uses only that.
 """
 
-import logging
-import os
-import threading
-import time
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from kvstore_client import stats
 from kvstore_client.buffers import Bytes
 from kvstore_client.index import SHARED_READS, IndexReader
+from kvstore_client.keeper import Keeper
 from kvstore_client.lease import Lease, Slots
 from kvstore_client.results import TIER_NAMES, Health, Hint, Match, PutResult
 from kvstore_client.session import LONG_CALL_S, Hold, Session
@@ -35,16 +29,8 @@ from kvstored.v1.errors import (
     Unavailable,
 )
 
-log = logging.getLogger("kvstore_client")
-
-KEEPER_S = 1.0
-BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.05, 1.0
 COMMIT_BLOCKS = 64
 """Blocks copied before they are committed together: what one Reserve may ask for."""
-
-T = TypeVar("T")
-
-_transports: "weakref.WeakSet[LocalTransport]" = weakref.WeakSet()
 
 _TIER_OF = [""] * 16
 for _flags in range(1, 16):
@@ -61,90 +47,17 @@ for _flags in range(1, 16):
 
 
 class LocalTransport:
-    """Sessions with one daemon, one after the other when it restarts."""
+    """The daemon of this machine, through whatever session there is."""
 
     def __init__(self, path: str, client: str, tenant: str, timeout_s: float, read_only: bool) -> None:
         """Tries to connect once; a daemon that is away is no error here (it may come), another version is."""
-        self._arguments = (path, client, tenant, timeout_s, read_only)
-        self._path = path
-        self._session: Session | None = None
-        self._before: Session | None = None
-        self._down = ""
-        self._closed = False
-        self._connecting = threading.Lock()
-        self._wake = threading.Event()
-        self._backoff_s = BACKOFF_FIRST_S
-        self._retry_at = 0.0
-        self._forked = False
+        self._keeper = Keeper(path, client, tenant, timeout_s, read_only)
         self._shared_reads = SHARED_READS
-        try:
-            self._connect()
-        except Unavailable as e:
-            log.warning("%s. Until then every read misses and every put is rejected.", e)
-        self._keeper = threading.Thread(target=_keep, args=(weakref.ref(self), self._wake), daemon=True)
-        self._keeper.name = "kvstore-keeper"
-        self._keeper.start()
-        _transports.add(self)
+        self._now, self._need, self._opened = self._keeper.now, self._keeper.need, self._keeper.opened
 
-    # -- sessions
-
-    def _connect(self) -> Session:
-        """The live session, or a new one. Raises Unavailable, or what the daemon refuses Hello with."""
-        with self._connecting:
-            if self._closed:
-                raise FailedPrecondition("the client is closed")
-            session = self._session
-            if session is not None and not session.hung_up():
-                return session
-            if session is not None:
-                self._before, self._session = session, None
-                log.warning("kvstored on unix://%s: %s; reads miss until it is back", self._path, session.dead)
-            try:
-                session = Session(*self._arguments)
-                session.open(self._before)
-            except KVStoreError as e:
-                self._down = str(e)
-                raise
-            if self._down:
-                log.warning("kvstored on unix://%s is back", self._path)
-            self._before, self._down, self._backoff_s = None, "", BACKOFF_FIRST_S
-            self._session = session
-            return session
-
-    def _now(self) -> Session | None:
-        """The live session if there is one; otherwise the keeper is told to look for the daemon."""
-        session = self._session
-        if session is not None and not session.dead:
-            return session
-        if self._forked:
-            raise FailedPrecondition("this client was made before a fork; make a new Client in the child")
-        if self._closed:
-            raise FailedPrecondition("the client is closed")
-        self._wake.set()
-        return None
-
-    def _need(self, call: Callable[[Session], T]) -> T:
-        """For management: connects if need be, and once more where the session turns out to be dead."""
-        self._now()
-        session = self._connect()
-        try:
-            return call(session)
-        except Unavailable:
-            if not session.dead:
-                raise
-        return call(self._connect())
-
-    def _opened(self, session: Session, ns: Identity) -> pb.OpenNamespaceReply:
-        """The namespace in this session, opened and its segments attached at first use."""
-        found = session.namespaces.get(ns.digest)
-        if found is None:
-            request = pb.OpenNamespaceRequest(digest=ns.digest, block_bytes=ns.block_bytes, label=ns.label)
-            found = session.call(pb.Request(open_namespace=request)).open_namespace
-            session.attach(found.segments)
-            session.namespaces[ns.digest] = found
-            if session.to_populate:
-                self._wake.set()
-        return found
+    @property
+    def _session(self) -> Session | None:
+        return self._keeper.session
 
     def open(self, ns: Identity) -> None:
         """Opens a namespace ahead of use, if the daemon is there."""
@@ -153,7 +66,7 @@ class LocalTransport:
             try:
                 self._opened(session, ns)
             except Unavailable:
-                self._wake.set()
+                self._keeper.wake()
 
     # -- reading
 
@@ -168,8 +81,9 @@ class LocalTransport:
         except Unavailable:
             return Match(0, [])
         if session.hung_up():
-            self._wake.set()
+            self._keeper.wake()
             return Match(0, [])
+        session.count_match(count, len(keys) - count)
         return Match(count, [_TIER_OF[f & 15] for f in flags])
 
     def _match_by_call(self, session: Session, ns: Identity, keys: Sequence[bytes]) -> Match:
@@ -194,7 +108,7 @@ class LocalTransport:
             if copied < 0:  # the index moved meanwhile: nothing counts, once more with the new one
                 copied = max(self._copy_out(session, self._index(session), ns, keys, start, out), 0)
         except Unavailable:
-            self._wake.set()
+            self._keeper.wake()
             return 0
         self._count(session, keys, start, copied, ns.block_bytes)
         return copied
@@ -228,7 +142,7 @@ class LocalTransport:
                 good = i
                 break
         if session.hung_up():
-            self._wake.set()
+            self._keeper.wake()
             return 0
         return good if index.current() else -1
 
@@ -264,7 +178,7 @@ class LocalTransport:
         try:
             return self._acquire(session, ns, keys[:KEYS_MAX], timeout_s)
         except Unavailable:
-            self._wake.set()
+            self._keeper.wake()
             return Lease(list, 0)
 
     def _acquire(self, session: Session, ns: Identity, keys: Sequence[bytes], timeout_s: float | None) -> Lease:
@@ -290,12 +204,12 @@ class LocalTransport:
     ) -> PutResult:
         session = self._now()
         if session is None:
-            return PutResult(0, 0, len(blocks), Unavailable(self._down or "the daemon went away"))
+            return PutResult(0, 0, len(blocks), Unavailable(self._keeper.down or "the daemon went away"))
         try:
             todo = self._absent(session, ns, keys, start)
             opened = self._opened(session, ns)
         except Unavailable as e:
-            self._wake.set()
+            self._keeper.wake()
             return PutResult(0, 0, len(blocks), e)
         existing = len(blocks) - len(todo)
         if durable and not todo:
@@ -346,7 +260,7 @@ class LocalTransport:
             session.give_up(slots)
             if isinstance(e, FailedPrecondition):
                 raise
-            self._wake.set()
+            self._keeper.wake()
             return 0, 0, e, []
         except BaseException:
             session.give_up(slots)
@@ -365,7 +279,7 @@ class LocalTransport:
 
     def reserve(self, ns: Identity, count: int) -> Slots:
         self._now()
-        session = self._connect()
+        session = self._keeper.connect()
         opened = self._opened(session, ns)
         slots: list[int] = []
         try:
@@ -443,51 +357,7 @@ class LocalTransport:
 
     def close(self) -> None:
         """Gives back what is held, tells what was read, ends the session. Views that live keep theirs until they go."""
-        if self._forked:
-            return
-        with self._connecting:
-            self._closed = True
-            session, self._session, self._before = self._session, None, None
-        self._wake.set()
-        if session is not None:
-            session.leave()
-
-    # -- the keeper
-
-    def _tick(self) -> float:
-        """One turn of the keeper; seconds until the next."""
-        session = self._session
-        if session is None or session.dead:
-            return self._reconnect()
-        while session.to_populate:
-            _populate(session)
-        try:
-            session.tell()
-            notice = session.index.notice
-            if notice != session.noticed or session.unmapping:
-                session.noticed = notice
-                session.sync()
-            session.return_idle_grants(KEEPER_S)
-            if not session.index.current() and not session.hung_up():
-                session.refresh_index()
-        except KVStoreError as e:
-            log.debug("keeper: %s", e)
-        return KEEPER_S
-
-    def _reconnect(self) -> float:
-        """Tries to connect, but not more often than the back-off allows, however many reads ask for it."""
-        early = self._retry_at - time.monotonic()
-        if early > 0:
-            return early
-        try:
-            self._connect()
-        except KVStoreError as e:
-            log.debug("reconnecting: %s", e)
-        else:
-            return KEEPER_S
-        pause, self._backoff_s = self._backoff_s, min(self._backoff_s * 2, BACKOFF_MAX_S)
-        self._retry_at = time.monotonic() + pause
-        return pause
+        self._keeper.close()
 
 
 def commit_request(
@@ -529,40 +399,3 @@ def _exporter(session: Session, slot: int, slot_bytes: int, block_bytes: int, ho
     exporter = mapping.exporter(shm.ref_slot(slot) * slot_bytes, block_bytes)
     exporter.hold = hold
     return exporter
-
-
-def _populate(session: Session) -> None:
-    try:
-        mapping = session.to_populate.popleft()
-        mapping.populate(write=False)
-    except IndexError:
-        return  # another thread of a session taken over was first
-    except OSError as e:
-        log.debug("page tables are made at first touch instead: %s", e)
-
-
-def _keep(owner: "weakref.ref[LocalTransport]", wake: threading.Event) -> None:
-    """The keeper thread: holds no reference to its client while it waits, so that the client can be collected."""
-    pause = 0.0
-    while True:
-        wake.wait(pause)
-        wake.clear()
-        transport = owner()
-        if transport is None or transport._closed:
-            return
-        try:
-            pause = transport._tick()
-        except Exception:
-            log.exception("the keeper of a kvstored client failed; it goes on")
-            pause = KEEPER_S
-        del transport
-
-
-def _in_child() -> None:
-    """Clients made before a fork are of no use in the child, where their keeper does not run."""
-    for transport in list(_transports):
-        transport._forked = True
-        transport._connecting = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_in_child)

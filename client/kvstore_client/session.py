@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from google.protobuf.message import DecodeError
 
@@ -71,6 +71,8 @@ class Session:
         self.mappings: dict[int, Mapping] = {}
         self.unmapping: dict[int, weakref.ref[Mapping] | None] = {}
         self.to_populate: deque[Mapping] = deque()
+        self.on_attach: Callable[[], None] | None = None
+        """Called when a segment was mapped: its page tables are to be made by somebody who has time."""
         self.touched: deque[tuple[bytes, ...]] = deque(maxlen=TOUCHED_CHAINS_MAX)
         self.noticed = 0
         self.namespaces: dict[bytes, pb.OpenNamespaceReply] = {}
@@ -81,7 +83,7 @@ class Session:
         self._forward: Session | None = None
         self._abandoned = False
         self._last_id = 0
-        self._counted = [0, 0, 0]
+        self._counted = [0] * 5
         self._count_lock = threading.Lock()
         self._leaving = False
         self._buffer = bytearray()
@@ -150,6 +152,8 @@ class Session:
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
+        if wanted and self.on_attach is not None:
+            self.on_attach()
 
     def mapping(self, segment: int) -> Mapping | None:
         """The segment's mapping, attached at first sight; None where the tenant has no such segment."""
@@ -365,6 +369,12 @@ class Session:
             finally:
                 self.lock.release()
 
+    def count_match(self, hits: int, misses: int) -> None:
+        """Notes a match for the next message; it does not make blocks more recent (a probe keeps nothing)."""
+        with self._count_lock:
+            self._counted[3] += hits
+            self._counted[4] += misses
+
     def count(self, keys: tuple[bytes, ...], hits: int, misses: int, hit_bytes: int) -> None:
         """Notes a read for the next message."""
         if keys:
@@ -412,14 +422,21 @@ class Session:
 
     def _touches(self) -> bytes:
         with self._count_lock:
-            hits, misses, hit_bytes = self._counted
-            self._counted = [0, 0, 0]
+            hits, misses, hit_bytes, match_hits, match_misses = self._counted
+            self._counted = [0] * 5
         chains: dict[bytes, None] = {}
         while self.touched:
             newest = self.touched.pop()
             if len(chains) + len(newest) <= TOUCH_KEYS_MAX:
                 chains.update(dict.fromkeys(newest))
-        touch = pb.TouchRequest(keys=list(chains), hits=hits, misses=misses, hit_bytes=hit_bytes)
+        touch = pb.TouchRequest(
+            keys=list(chains),
+            hits=hits,
+            misses=misses,
+            hit_bytes=hit_bytes,
+            match_hits=match_hits,
+            match_misses=match_misses,
+        )
         return _frame(pb.Request(touch=touch))
 
     def _post(self, request: pb.Request) -> None:

@@ -38,6 +38,8 @@ class Counts:
     hits: int = 0
     misses: int = 0
     hit_bytes: int = 0
+    match_hits: int = 0
+    match_misses: int = 0
     evicted: int = 0
     evicted_inner: int = 0
     evicted_orphans: int = 0

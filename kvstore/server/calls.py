@@ -139,6 +139,8 @@ def commit(
 def match(node: Node, tenant: Tenant, request: pb.MatchRequest) -> pb.MatchReply:
     namespace = node.store.namespace(tenant, request.namespace_id)
     rows = node.store.match(namespace, checked_keys(request.keys))
+    node.store.counts.match_hits += len(rows)
+    node.store.counts.match_misses += len(request.keys) - len(rows)
     return pb.MatchReply(blocks=len(rows), tiers=[pb.TIER_HOST] * len(rows))
 
 
@@ -148,6 +150,8 @@ def touch(node: Node, tenant: Tenant, request: pb.TouchRequest) -> pb.TouchReply
     counts.hits += request.hits
     counts.misses += request.misses
     counts.hit_bytes += request.hit_bytes
+    counts.match_hits += request.match_hits
+    counts.match_misses += request.match_misses
     return pb.TouchReply()
 
 

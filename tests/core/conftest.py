@@ -2,15 +2,16 @@
 
 import os
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
-COMMON = {
-    "deadline": None,
-    "derandomize": False,
-    "print_blob": True,
-    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
-}
+COMMON = settings(
+    deadline=None,
+    derandomize=False,
+    print_blob=True,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
 
-settings.register_profile("quick", max_examples=60, stateful_step_count=50, **COMMON)
-settings.register_profile("deep", max_examples=2000, stateful_step_count=120, **COMMON)
+settings.register_profile("quick", COMMON, max_examples=200, stateful_step_count=150)
+settings.register_profile("deep", COMMON, max_examples=2000, stateful_step_count=120)
 settings.load_profile(os.environ.get("KVSTORED_SEARCH", "quick"))

@@ -110,9 +110,7 @@ class Scene:
         """Commits a run of a chain; `after` is the parent of its first block."""
         parents = [after, *keys[:-1]]
         depths = [depth + i for i in range(len(keys))]
-        return self.store.commit(
-            session or self.session, ns or self.ns, keys, refs, parents, depths, self.now, ttl_s
-        )
+        return self.store.commit(session or self.session, ns or self.ns, keys, refs, parents, depths, self.now, ttl_s)
 
     def put(
         self,
@@ -124,7 +122,7 @@ class Scene:
         session: Session | None = None,
         ttl_s: float = 0.0,
     ) -> int:
-        """Stores keys[start:] of a chain as a client does: in batches, what is there already is skipped; how many are new."""
+        """Stores keys[start:] of a chain as a client does: in batches, what is there is skipped; how many are new."""
         session, ns = session or self.session, ns or self.ns
         stored = 0
         at = start
@@ -135,7 +133,13 @@ class Scene:
             for key, ref in zip(missing, refs, strict=False):
                 place = keys.index(key)
                 self.commit(
-                    [key], [ref], after=keys[place - 1] if place else b"", depth=place, ns=ns, session=session, ttl_s=ttl_s
+                    [key],
+                    [ref],
+                    after=keys[place - 1] if place else b"",
+                    depth=place,
+                    ns=ns,
+                    session=session,
+                    ttl_s=ttl_s,
                 )
                 stored += 1
             if len(refs) < len(missing):

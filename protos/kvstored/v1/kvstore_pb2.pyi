@@ -267,18 +267,22 @@ class ReleaseReply(_message.Message):
     def __init__(self) -> None: ...
 
 class TouchRequest(_message.Message):
-    __slots__ = ("keys", "hits", "misses", "hit_bytes", "hint")
+    __slots__ = ("keys", "hits", "misses", "hit_bytes", "match_hits", "match_misses", "hint")
     KEYS_FIELD_NUMBER: _ClassVar[int]
     HITS_FIELD_NUMBER: _ClassVar[int]
     MISSES_FIELD_NUMBER: _ClassVar[int]
     HIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MATCH_HITS_FIELD_NUMBER: _ClassVar[int]
+    MATCH_MISSES_FIELD_NUMBER: _ClassVar[int]
     HINT_FIELD_NUMBER: _ClassVar[int]
     keys: _containers.RepeatedScalarFieldContainer[bytes]
     hits: int
     misses: int
     hit_bytes: int
+    match_hits: int
+    match_misses: int
     hint: Hint
-    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., hit_bytes: _Optional[int] = ..., hint: _Optional[_Union[Hint, _Mapping]] = ...) -> None: ...
+    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., hit_bytes: _Optional[int] = ..., match_hits: _Optional[int] = ..., match_misses: _Optional[int] = ..., hint: _Optional[_Union[Hint, _Mapping]] = ...) -> None: ...
 
 class TouchReply(_message.Message):
     __slots__ = ()
@@ -477,7 +481,7 @@ class SessionStats(_message.Message):
     def __init__(self, id: _Optional[int] = ..., client: _Optional[str] = ..., tenant: _Optional[str] = ..., pid: _Optional[int] = ..., local: bool = ..., read_only: bool = ..., granted_slots: _Optional[int] = ..., leased_slots: _Optional[int] = ..., held_bytes: _Optional[int] = ..., age_s: _Optional[float] = ..., ended: bool = ...) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("stored", "existing", "rejected", "hits", "misses", "hit_bytes", "evicted", "evicted_inner", "evicted_orphans", "expired", "removed", "sessions_opened", "sessions_ended", "protocol_errors", "exhausted", "segments_moved", "reservations_expired")
+    __slots__ = ("stored", "existing", "rejected", "hits", "misses", "hit_bytes", "evicted", "evicted_inner", "evicted_orphans", "expired", "removed", "sessions_opened", "sessions_ended", "protocol_errors", "exhausted", "segments_moved", "reservations_expired", "match_hits", "match_misses")
     STORED_FIELD_NUMBER: _ClassVar[int]
     EXISTING_FIELD_NUMBER: _ClassVar[int]
     REJECTED_FIELD_NUMBER: _ClassVar[int]
@@ -495,6 +499,8 @@ class Counters(_message.Message):
     EXHAUSTED_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_MOVED_FIELD_NUMBER: _ClassVar[int]
     RESERVATIONS_EXPIRED_FIELD_NUMBER: _ClassVar[int]
+    MATCH_HITS_FIELD_NUMBER: _ClassVar[int]
+    MATCH_MISSES_FIELD_NUMBER: _ClassVar[int]
     stored: int
     existing: int
     rejected: int
@@ -512,7 +518,9 @@ class Counters(_message.Message):
     exhausted: int
     segments_moved: int
     reservations_expired: int
-    def __init__(self, stored: _Optional[int] = ..., existing: _Optional[int] = ..., rejected: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., hit_bytes: _Optional[int] = ..., evicted: _Optional[int] = ..., evicted_inner: _Optional[int] = ..., evicted_orphans: _Optional[int] = ..., expired: _Optional[int] = ..., removed: _Optional[int] = ..., sessions_opened: _Optional[int] = ..., sessions_ended: _Optional[int] = ..., protocol_errors: _Optional[int] = ..., exhausted: _Optional[int] = ..., segments_moved: _Optional[int] = ..., reservations_expired: _Optional[int] = ...) -> None: ...
+    match_hits: int
+    match_misses: int
+    def __init__(self, stored: _Optional[int] = ..., existing: _Optional[int] = ..., rejected: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., hit_bytes: _Optional[int] = ..., evicted: _Optional[int] = ..., evicted_inner: _Optional[int] = ..., evicted_orphans: _Optional[int] = ..., expired: _Optional[int] = ..., removed: _Optional[int] = ..., sessions_opened: _Optional[int] = ..., sessions_ended: _Optional[int] = ..., protocol_errors: _Optional[int] = ..., exhausted: _Optional[int] = ..., segments_moved: _Optional[int] = ..., reservations_expired: _Optional[int] = ..., match_hits: _Optional[int] = ..., match_misses: _Optional[int] = ...) -> None: ...
 
 class IndexStats(_message.Message):
     __slots__ = ("tenant", "generation", "capacity", "live", "tombstones", "size_bytes", "unpublished")

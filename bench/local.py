@@ -1,0 +1,203 @@
+"""One local client against memcpy of the same blocks: get_into, put, match, acquire."""
+
+import asyncio
+import multiprocessing
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.measure import Row, in_turn, micro, timed
+from kvstore_client import Client, Namespace
+from kvstored.mapping import Mapping
+
+DISTINCT = 64
+"""Blocks that both arms rotate over: a hot 2 MiB copies three times faster than memory allows."""
+
+Blocks = list[NDArray[np.uint8]]
+
+
+class Arena:
+    """64 distinct blocks each of private memory to copy from and to, and of shared memory as the slab's is."""
+
+    def __init__(self, block_bytes: int) -> None:
+        size = DISTINCT * block_bytes
+        descriptor = os.memfd_create("bench")
+        os.ftruncate(descriptor, size)
+        self._mapping = Mapping(descriptor, size, writable=True)
+        os.close(descriptor)
+        self._mapping.populate(write=True)
+        random = np.random.default_rng(1)
+        self.source = self._cut(random.integers(0, 256, size, np.uint8), block_bytes)
+        self.target = self._cut(np.zeros(size, np.uint8) + 1, block_bytes)
+        self.shared = self._cut(self._mapping.bytes, block_bytes)
+        for shared, source in zip(self.shared, self.source, strict=True):
+            np.copyto(shared, source)
+
+    @staticmethod
+    def _cut(whole: NDArray[np.uint8], block_bytes: int) -> Blocks:
+        return [whole[i * block_bytes : (i + 1) * block_bytes] for i in range(DISTINCT)]
+
+
+def copy_all(targets: Blocks, sources: Blocks) -> None:
+    """memcpy, block by block."""
+    for target, source in zip(targets, sources, strict=True):
+        np.copyto(target, source)
+
+
+def get_rows(client: Client) -> list[Row]:
+    """get_into of 16 and of one 2 MiB block, as shares of memcpy's speed."""
+    arena = Arena(2 << 20)
+    ns = client.raw_namespace("bench-get", 2 << 20)
+    keys = [ns.key(b"%d" % i) for i in range(DISTINCT)]
+    assert ns.put(keys, arena.source).rejected == 0
+    rows = []
+    for count, bar in ((16, 0.90), (1, 0.85)):
+
+        def group(number: int, count: int = count) -> slice:
+            """The arms are half a turn apart: neither finds what the other has just brought into the cache."""
+            at = number * count % DISTINCT
+            return slice(at, at + count)
+
+        def get(number: int, group: "type[slice] | object" = group) -> float:
+            part = group(number)  # type: ignore[operator]
+            return timed(lambda: ns.get_into(keys[part], arena.target[part]))
+
+        def memcpy(number: int, group: "type[slice] | object" = group) -> float:
+            part = group(number + DISTINCT // 2 // count)  # type: ignore[operator]
+            return timed(lambda: copy_all(arena.target[part], arena.shared[part]))
+
+        medians = in_turn({"get": get, "memcpy": memcpy}, 2400 // count, 64)
+        rows.append(_share(f"get_into, {count} x 2 MiB", medians["get"], medians["memcpy"], bar))
+    for target, source in zip(arena.target, arena.source, strict=True):
+        assert np.array_equal(target, source), "a wrong byte"
+    ns.clear()
+    return rows
+
+
+def put_rows(client: Client) -> list[Row]:
+    """put of 16 x 2 MiB as a share of memcpy's speed; of one 256 KiB against an echo and a memcpy."""
+    arena = Arena(2 << 20)
+    ns = client.raw_namespace("bench-put", 2 << 20)
+    keys = [ns.key(b"%d" % i) for i in range(DISTINCT)]
+
+    def put(number: int) -> float:
+        at = number * 16 % DISTINCT
+        if at == 0:
+            ns.remove(keys)
+        part = slice(at, at + 16)
+        return timed(lambda: ns.put(keys[part], arena.source[part]))
+
+    def memcpy(number: int) -> float:
+        at = (number * 16 + DISTINCT // 2) % DISTINCT
+        return timed(lambda: copy_all(arena.shared[at : at + 16], arena.source[at : at + 16]))
+
+    medians = in_turn({"put": put, "memcpy": memcpy}, 160, 16)
+    rows = [_share("put, 16 x 2 MiB", medians["put"], medians["memcpy"], 0.85)]
+    ns.clear()
+    with echo_server() as echo:
+        rows.append(_small_put(client, echo))
+    return rows
+
+
+def _small_put(client: Client, echo: socket.socket) -> Row:
+    arena = Arena(256 << 10)
+    ns = client.raw_namespace("bench-small", 256 << 10)
+    keys = [ns.key(b"%d" % i) for i in range(DISTINCT)]
+
+    def put(number: int) -> float:
+        i = number % DISTINCT
+        if i == 0:
+            ns.remove(keys)
+        return timed(lambda: ns.put([keys[i]], [arena.source[i]]))
+
+    def reference(number: int) -> float:
+        i = (number + DISTINCT // 2) % DISTINCT
+
+        def copy_and_echo() -> None:
+            np.copyto(arena.shared[i], arena.source[i])
+            echo.sendall(b"x" * 100)
+            echo.recv(4096)
+
+        return timed(copy_and_echo)
+
+    medians = in_turn({"put": put, "echo": reference}, 4000, 256)
+    ns.clear()
+    return Row(
+        "put, one 256 KiB",
+        medians["put"] / medians["echo"],
+        1.6,
+        False,
+        "x",
+        micro(medians["put"]),
+        f"asyncio Unix socket echo + memcpy, {micro(medians['echo'])}",
+    )
+
+
+def lookup_rows(client: Client) -> list[Row]:
+    """match of 512 present keys; acquire and release of 64 blocks."""
+    ns: Namespace = client.raw_namespace("bench-lookup", 4096)
+    keys = [ns.key(b"%d" % i) for i in range(512)]
+    ns.put(keys, np.zeros(512 * 4096, np.uint8))
+    assert ns.match(keys).blocks == 512
+
+    def hold() -> None:
+        with ns.acquire(keys[:64]) as lease:
+            assert len(lease.views) == 64
+
+    medians = in_turn({"match": lambda _: timed(lambda: ns.match(keys)), "acquire": lambda _: timed(hold)}, 1000, 50)
+    ns.clear()
+    return [
+        Row("match, 512 keys present", medians["match"] * 1e6, 200, False, " µs", micro(medians["match"]), "none"),
+        Row(
+            "acquire + release, 64 blocks",
+            medians["acquire"] * 1e6,
+            150,
+            False,
+            " µs",
+            micro(medians["acquire"]),
+            "none",
+        ),
+    ]
+
+
+def _share(name: str, ours: float, memcpy: float, bar: float) -> Row:
+    return Row(name, memcpy / ours, bar, True, "", micro(ours), f"memcpy, {micro(memcpy)}")
+
+
+@contextmanager
+def echo_server() -> Iterator[socket.socket]:
+    """A client of a bare asyncio echo server in a process of its own."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = str(Path(directory) / "echo.sock")
+        context = multiprocessing.get_context("spawn")
+        ready = context.Event()
+        process = context.Process(target=_echo, args=(path, ready), daemon=True)
+        process.start()
+        try:
+            assert ready.wait(30), "the echo server did not start"
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.connect(path)
+                yield sock
+        finally:
+            process.kill()
+            process.join()
+
+
+def _echo(path: str, ready: object) -> None:
+    async def serve() -> None:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while data := await reader.read(65536):
+                writer.write(data)
+                await writer.drain()
+
+        server = await asyncio.start_unix_server(answer, path)
+        ready.set()  # type: ignore[attr-defined]
+        await server.serve_forever()
+
+    asyncio.run(serve())
