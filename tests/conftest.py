@@ -41,15 +41,19 @@ class RunningDaemon:
         self.log = ""
         self._start()
 
-    def _start(self) -> None:
+    def command(self) -> list[str]:
+        """How it is started."""
         arguments = [str(KVSTORED)]
         for key, value in self.settings.items():
             arguments += ["--set", f"{key}={value}"]
+        return arguments
+
+    def _start(self) -> None:
         # Output goes to a file so that a daemon that says much never waits for its reader.
         self._log_path = self.directory / "kvstored.log"
         with self._log_path.open("ab") as log:
             self._log_start = log.tell()
-            self.process = subprocess.Popen(arguments, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            self.process = subprocess.Popen(self.command(), stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         eventually(lambda: self._ready() or self.process.poll() is not None, START_S, "the daemon to be ready")
         if self.process.poll() is not None:
             raise AssertionError(f"kvstored ended with {self.process.returncode}:\n{self.output()}")

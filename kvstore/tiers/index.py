@@ -6,17 +6,25 @@ further writable mapping as soon as the daemon has its own.
 Growing or shedding tombstones builds a successor in steps of bounded time. Meanwhile
 every publish and withdrawal goes to both; when all entries are in the successor, the old
 index is marked as moved and is never written again, which every reader notices in its
-last check. A block for which the old one has no free slot waits in the successor.
+last check.
+
+A block whose probe has no free slot waits for the successor. At a quarter of the slots
+used that takes 64 keys chosen to collide (2^-128 by chance), and no size would help: such
+a block stays unpublished, is counted, and readers miss it. (Growing until it fits would
+let a client that makes up 65 keys take all memory of the machine.)
 """
 
 import fcntl
+import logging
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from kvstore.tiers.slab import SEALS, sealed_memfd
 from kvstored.mapping import Mapping
 from kvstored.v1 import shm
+
+log = logging.getLogger("kvstored.index")
 
 F_SEAL_FUTURE_WRITE = 0x10
 """Linux 5.1 and later; not in Python's fcntl."""
@@ -28,6 +36,10 @@ CAPACITY_MIN = 1024
 CAPACITY_MAX = 1 << 28
 COPY_ROWS = 64
 _LOCATION = struct.Struct("<IIQHHI")
+
+
+Location = tuple[int, int, int, int, int, int]
+"""segment, length, offset, flags, pool, namespace: a slot's fields behind the key."""
 
 
 class _Table:
@@ -87,7 +99,7 @@ class _Table:
                 return at
         return -1
 
-    def write(self, at: int, key: bytes, location: tuple[int, int, int, int, int, int]) -> None:
+    def write(self, at: int, key: bytes, location: Location) -> None:
         """Three separate steps: odd number, fields, even number."""
         word = at >> 3
         sequence = self.numbers[word]
@@ -95,7 +107,7 @@ class _Table:
         shm.FIELDS.pack_into(self.bytes, at + shm.FIELDS_AT, key, *location)
         self.numbers[word] = sequence + 2
 
-    def insert(self, key: bytes, location: tuple[int, int, int, int, int, int]) -> bool:
+    def insert(self, key: bytes, location: Location) -> bool:
         """Publishes a key that is not there; False where its probe is full."""
         at = self.room_for(key)
         if at < 0:
@@ -128,20 +140,25 @@ class TenantIndex:
         self._name = name
         self._epoch = epoch
         self._table = _Table(name, epoch, 1, capacity)
+        self._waiting: dict[bytes, Location] = {}
+        """Published, and not in the table for want of a slot."""
         self._next: _Table | None = None
+        self._waiting_next: dict[bytes, Location] = {}
+        """The same of the successor."""
         self._cursor = 0
-        self._waiting: dict[bytes, tuple[int, int, int, int, int, int]] = {}
+        self._late: list[bytes] = []
+        """Keys that waited when the move began and have not been tried in the successor yet."""
+        self._no_memory = ""
         self.notices = 0
 
-    def publish(self, key: bytes, location: tuple[int, int, int, int, int, int]) -> None:
+    def publish(self, key: bytes, location: Location) -> None:
         """Readers find `key` there from now on; or, if its probe is full, once the successor is ready."""
         homed = self._table.insert(key, location)
         if not homed:
             self._waiting[key] = location
         if self._next is not None:
-            if not self._next.insert(key, location):
-                self._restart()
-        elif not homed or self._table.overloaded:
+            self._insert_next(key, location)
+        elif self._table.overloaded or (not homed and capacity_for(2 * self._table.live) > self._table.capacity):
             self._begin(capacity_for(2 * (self._table.live + len(self._waiting))))
 
     def withdraw(self, key: bytes) -> None:
@@ -149,7 +166,7 @@ class TenantIndex:
         there = self._table.remove(key)
         waiting = self._waiting.pop(key, None)
         assert there or waiting is not None, f"key {key.hex()[:12]} withdrawn but not published"
-        if self._next is not None:
+        if self._next is not None and self._waiting_next.pop(key, None) is None:
             self._next.remove(key)
 
     @property
@@ -161,13 +178,7 @@ class TenantIndex:
         if self._next is None:
             return False
         until = clock() + budget_s
-        table = self._table
-        while self._cursor < table.capacity:
-            stop = min(self._cursor + COPY_ROWS, table.capacity)
-            if not self._copy(self._cursor, stop):
-                self._restart()
-                return True
-            self._cursor = stop
+        while self._copy_some():
             if clock() >= until:
                 return True
         self._switch()
@@ -201,40 +212,70 @@ class TenantIndex:
         if self._next is not None:
             os.close(self._next.descriptor)
 
-    def _restart(self) -> None:
-        """The successor is too small (or unlucky): a larger one from the start."""
-        assert self._next is not None
-        os.close(self._next.descriptor)
-        self._begin(self._next.capacity * 2)
-
     def _begin(self, capacity: int) -> None:
-        assert capacity <= CAPACITY_MAX, f"an index of {capacity} slots"
-        self._next = _Table(self._name, self._epoch, self._table.generation + 1, capacity)
+        """Begins a move; where there is no memory for it, the next publish tries again."""
+        try:
+            self._next = _Table(self._name, self._epoch, self._table.generation + 1, capacity)
+        except OSError as e:
+            if not self._no_memory:
+                log.error("%s cannot grow to %d slots: %s", self._name, capacity, e)  # noqa: TRY400
+            self._no_memory = str(e)
+            return
+        self._no_memory = ""
         self._cursor = 0
-        for key, location in self._waiting.items():
-            if not self._next.insert(key, location):
-                self._restart()
-                return
+        self._late = list(self._waiting)
+        self._waiting_next = {}
 
-    def _copy(self, start: int, stop: int) -> bool:
-        table, successor = self._table, self._next
+    def _insert_next(self, key: bytes, location: Location) -> None:
+        successor = self._next
         assert successor is not None
-        for number in range(start, stop):
-            at = shm.HEADER_BYTES + number * shm.SLOT_BYTES
-            key = bytes(table.bytes[at + 8 : at + 40])
-            if key == shm.EMPTY_KEY or successor.find(key) >= 0:
-                continue
-            if not successor.insert(key, _LOCATION.unpack_from(table.bytes, at + 40)):
-                return False
-        return True
+        if successor.insert(key, location):
+            return
+        self._waiting_next[key] = location
+        if successor.overloaded and successor.capacity < CAPACITY_MAX:
+            # More was published during the move than it was made for: a larger one from the start.
+            os.close(successor.descriptor)
+            self._next = None
+            self._begin(successor.capacity * 2)
+
+    def _copy_some(self) -> bool:
+        """Brings a bounded number of entries to the successor; False when all are there."""
+        successor = self._next
+        for key, location in self._some():
+            self._copy(key, location)
+            if self._next is not successor:
+                break  # begun again with a larger one
+        return self._next is not None and bool(self._late or self._cursor < self._table.capacity)
+
+    def _some(self) -> Iterator[tuple[bytes, Location]]:
+        table = self._table
+        if self._cursor < table.capacity:
+            start, self._cursor = self._cursor, min(self._cursor + COPY_ROWS, table.capacity)
+            for row in range(start, self._cursor):
+                at = shm.HEADER_BYTES + row * shm.SLOT_BYTES
+                key = bytes(table.bytes[at + 8 : at + 40])
+                if key != shm.EMPTY_KEY:
+                    yield key, _LOCATION.unpack_from(table.bytes, at + 40)
+            return
+        for _ in range(min(COPY_ROWS, len(self._late))):
+            key = self._late.pop()
+            if key in self._waiting:
+                yield key, self._waiting[key]
+
+    def _copy(self, key: bytes, location: Location) -> None:
+        """For a key of the old index; one that was published again since the move began is in the successor already."""
+        assert self._next is not None
+        if self._next.find(key) < 0 and key not in self._waiting_next:
+            self._insert_next(key, location)
 
     def _switch(self) -> None:
         old, new = self._table, self._next
-        assert new is not None
+        if new is None:
+            return  # there was no memory for a larger successor
         new.numbers[shm.AT_NOTICE >> 3] = self.notices
         new.numbers[shm.AT_HEARTBEAT >> 3] = old.numbers[shm.AT_HEARTBEAT >> 3]
         self._table, self._next = new, None
-        self._waiting.clear()
+        self._waiting, self._waiting_next = self._waiting_next, {}
         old.numbers[shm.AT_MOVED >> 3] = new.generation
         old.numbers[shm.AT_GENERATION >> 3] = new.generation
         os.close(old.descriptor)
@@ -274,11 +315,13 @@ class Indexes:
 
     def step(self, clock: Callable[[], float], budget_s: float) -> bool:
         """Goes on with every move under way; True while there is more to do."""
-        more = False
+        until = clock() + budget_s
         for index in self._of.values():
             if index.growing:
-                more |= index.step(clock, budget_s)
-        return more
+                index.step(clock, max(until - clock(), 0.0))
+                if clock() >= until:
+                    break
+        return self.growing
 
     def beat(self, now_ns: int) -> None:
         for index in self._of.values():
