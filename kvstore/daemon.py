@@ -14,6 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvstore import machine
 from kvstore.config import Effective, Settings
@@ -29,6 +30,9 @@ from kvstore.tiers.index import Indexes
 from kvstore.tiers.slab import Slab, SlabSegment
 from kvstored.v1 import kvstore_pb2 as pb
 
+if TYPE_CHECKING:
+    from kvstore.server.grpc_service import GrpcEdge
+
 log = logging.getLogger("kvstored")
 
 HUGE_PAGES_ABOVE_BYTES = 64 << 30
@@ -38,6 +42,8 @@ EXPECTED_BLOCK_BYTES = 64 << 10
 EVICT_BLOCKS = 128
 INDEX_STEP_S = 0.002
 PROGRESS_S = 0.5
+GRPC_GRACE_S = 1.0
+"""For calls under way when the daemon stops."""
 
 
 def run(effective: Effective) -> int:
@@ -104,6 +110,7 @@ class Daemon:
             Loop("heartbeat", 1.0, self._heartbeat),
         ]
         self.sessions: SessionServer | None = None
+        self.grpc: GrpcEdge | None = None
         self._workers = ThreadPoolExecutor(2, thread_name_prefix="segment")
         self._jobs: set[asyncio.Task[None]] = set()
         self._memory: asyncio.Future[None] | None = None
@@ -121,10 +128,23 @@ class Daemon:
             self.sessions.listen()
         except OSError as e:
             raise StartupError(f"server.socket: cannot listen on {self.settings.server.socket}: {e.strerror}") from e
+        if self.settings.server.grpc:
+            await self._start_grpc()
         log.info("ready: serving on unix://%s", self.settings.server.socket)
+
+    async def _start_grpc(self) -> None:
+        from kvstore.server.grpc_service import GrpcEdge  # a daemon without gRPC does not pay for its memory
+
+        self.grpc = GrpcEdge(self.node, self.settings.server.grpc, self.stats)
+        try:
+            await self.grpc.start()
+        except OSError as e:
+            raise StartupError(e.strerror or str(e)) from e
 
     async def stop(self) -> None:
         """Ends sessions and loops and gives the memory back."""
+        if self.grpc is not None:
+            await self.grpc.stop(GRPC_GRACE_S)
         if self.sessions is not None:
             self.sessions.close()
         for loop in self.loops:

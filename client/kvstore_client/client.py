@@ -1,6 +1,7 @@
 """The client: one per engine process, shared by its threads."""
 
 import os
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -45,7 +46,7 @@ class Client:
     def namespace(self, layout: Layout, salt: str = "", adapter: str = "") -> Namespace:
         """Blocks of one model as one rank lays them out; `adapter` (LoRA) and `salt` keep theirs apart."""
         identity = {**layout.identity(), "kind": "layout", "salt": salt, "adapter": adapter}
-        label = layout.model + (f"+{adapter}" if adapter else "")
+        label = f"{layout.model}+{adapter}" if adapter else f"{layout.model}"
         return self._namespace(identity, layout.block_bytes, label, layout.block_tokens)
 
     def raw_namespace(self, name: str, block_bytes: int, salt: str = "") -> Namespace:
@@ -56,6 +57,7 @@ class Client:
         return self._namespace(identity, block_bytes, name, 0)
 
     def _namespace(self, identity: dict[str, str | int], block_bytes: int, label: str, block_tokens: int) -> Namespace:
+        _check_text(identity)
         label = label.encode()[:LABEL_BYTES_MAX].decode(errors="ignore")
         named = Identity(naming.namespace_digest(identity), block_bytes, label)
         self._transport.open(named)
@@ -80,6 +82,19 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _check_text(identity: Mapping[str, Any]) -> None:
+    """Every field is a number or text that has one spelling in UTF-8. Raises InvalidArgument."""
+    for field, value in identity.items():
+        if isinstance(value, int):
+            continue
+        if not isinstance(value, str):
+            raise InvalidArgument(f"{field}={value!r} is not text")
+        try:
+            value.encode()
+        except UnicodeEncodeError as e:
+            raise InvalidArgument(f"{field}={value!r} is not text that UTF-8 can spell: {e.reason}") from e
 
 
 def _transport(endpoint: str, name: str, tenant: str, timeout_s: float, read_only: bool) -> Transport:

@@ -139,7 +139,7 @@ class Keeper:
         while session.to_populate:
             _populate(session)
         try:
-            session.tell()
+            session.tell(touches=True)
             notice = session.index.notice
             if notice != session.noticed or session.unmapping:
                 session.noticed = notice

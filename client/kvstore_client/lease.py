@@ -1,8 +1,8 @@
 """Slots in a caller's hands: leased blocks to read in place, reserved slots to write in place.
 
-Each view exports from an object of its own, and that object refers to the hold. A numpy
-array or tensor made from a view keeps both alive, so the daemon is told only when the
-last user of the bytes is gone, whatever became of the lease or the `with` block.
+Views export from an object made for their hold alone, which refers to it. A numpy array
+or tensor made from a view keeps both alive, so the daemon is told only when the last user
+of the bytes is gone, whatever became of the lease or the `with` block.
 """
 
 import warnings
@@ -20,9 +20,9 @@ from kvstored.v1.errors import FailedPrecondition, InvalidArgument
 class Lease:
     """Leading blocks, held in memory and readable in place until released."""
 
-    def __init__(self, exporters: Callable[[], list[Any]], count: int) -> None:
-        """`exporters()` makes one object a block that exports its bytes and keeps the hold alive."""
-        self._exporters: Callable[[], list[Any]] | None = exporters
+    def __init__(self, make_views: Callable[[], list[memoryview]], count: int) -> None:
+        """`make_views()` makes one view a block; each keeps the hold alive."""
+        self._make_views: Callable[[], list[memoryview]] | None = make_views
         self._views: list[memoryview] | None = None
         self._count = count
 
@@ -34,9 +34,9 @@ class Lease:
     def views(self) -> list[memoryview]:
         """One read-only memoryview a block, without a copy. They stay valid while they live."""
         if self._views is None:
-            if self._exporters is None:
+            if self._make_views is None:
                 raise FailedPrecondition("the lease was released")
-            self._views = [memoryview(exporter).cast("B").toreadonly() for exporter in self._exporters()]
+            self._views = self._make_views()
         return self._views
 
     def numpy(self, i: int, dtype: DTypeLike = np.uint8) -> NDArray[Any]:
@@ -57,7 +57,7 @@ class Lease:
 
     def release(self) -> None:
         """Lets go. What was made from the views keeps its block until it is gone itself."""
-        self._exporters = None
+        self._make_views = None
         self._views = None
 
     def __enter__(self) -> Self:
@@ -74,12 +74,12 @@ class Slots:
 
     def __init__(
         self,
-        exporters: list[Any],
+        views: list[memoryview],
         commit: Callable[[Sequence[bytes], int, Hint | None, bool], PutResult],
     ) -> None:
-        self._views: list[memoryview] | None = [memoryview(exporter).cast("B") for exporter in exporters]
+        self._views: list[memoryview] | None = views
         self._commit = commit
-        self._count = len(exporters)
+        self._count = len(views)
 
     def __len__(self) -> int:
         return self._count

@@ -183,19 +183,16 @@ class LocalTransport:
 
     def _acquire(self, session: Session, ns: Identity, keys: Sequence[bytes], timeout_s: float | None) -> Lease:
         opened = self._opened(session, ns)
-        request = pb.AcquireRequest(namespace_id=opened.namespace_id, keys=keys)
-        slots = session.acquire(request, timeout_s)
-        if not slots:
-            session.count((), 0, len(keys), 0)
-            return Lease(list, 0)
-        hold = session.held(slots)
-        session.attach(dict.fromkeys(map(shm.ref_segment, slots)))
+        request = pb.Request()
+        request.acquire.namespace_id = opened.namespace_id
+        request.acquire.keys.extend(keys)
+        slots, hold = session.acquire(request, timeout_s)
         session.count((), len(slots), len(keys) - len(slots), len(slots) * ns.block_bytes)
 
-        def exporters() -> list[Any]:
-            return [_exporter(session, slot, opened.slot_bytes, ns.block_bytes, hold) for slot in slots]
+        def views() -> list[memoryview]:
+            return [view.toreadonly() for view in _views(session, slots, opened.slot_bytes, ns.block_bytes, hold)]
 
-        return Lease(exporters, len(slots))
+        return Lease(views, len(slots))
 
     # -- writing
 
@@ -290,8 +287,8 @@ class LocalTransport:
             session.give_up(slots)
             raise
         uncommitted = [[slot] for slot in slots]
-        exporters = [
-            _exporter(session, slot, opened.slot_bytes, ns.block_bytes, session.write_hold(own))
+        views = [
+            _views(session, own, opened.slot_bytes, ns.block_bytes, session.write_hold(own))[0]
             for slot, own in zip(slots, uncommitted, strict=True)
         ]
 
@@ -309,7 +306,7 @@ class LocalTransport:
             stored, existing = results.count(pb.STORED), results.count(pb.EXISTS)
             return PutResult(stored, existing, len(results) - stored - existing)
 
-        return Slots(exporters, commit)
+        return Slots(views, commit)
 
     # -- management
 
@@ -346,6 +343,9 @@ class LocalTransport:
 
     def stats(self) -> dict[str, Any]:
         request = pb.Request(stats=pb.StatsRequest())
+        session = self._now()
+        if session is not None:
+            session.tell(touches=True)
         return stats.as_dict(self._need(lambda session: session.call(request, LONG_CALL_S)).stats)
 
     def health(self) -> Health:
@@ -392,10 +392,21 @@ def _slot_bytes(session: Session, slot: int, slot_bytes: int, block_bytes: int) 
     return mapping.bytes[offset : offset + block_bytes]
 
 
-def _exporter(session: Session, slot: int, slot_bytes: int, block_bytes: int, hold: Hold) -> Any:
-    mapping = session.mapping(shm.ref_segment(slot))
-    if mapping is None:
-        raise Unavailable(f"segment {shm.ref_segment(slot)} of a held slot is gone")
-    exporter = mapping.exporter(shm.ref_slot(slot) * slot_bytes, block_bytes)
-    exporter.hold = hold
-    return exporter
+def _views(session: Session, slots: list[int], slot_bytes: int, block_bytes: int, hold: Hold) -> list[memoryview]:
+    """Views of slots; each, and whatever is made from it, keeps the hold and the mapping alive.
+
+    They are slices of one exporter a segment, made for this hold alone.
+    """
+    whole: dict[int, memoryview] = {}
+    for number in dict.fromkeys(map(shm.ref_segment, slots)):
+        mapping = session.mapping(number)
+        if mapping is None:
+            raise Unavailable(f"segment {number} of a held slot is gone")
+        exporter = mapping.exporter(0, mapping.size_bytes)
+        exporter.hold = hold
+        whole[number] = memoryview(exporter).cast("B")
+    views = []
+    for slot in slots:
+        at = (slot & 0xFFFFFFFF) * slot_bytes
+        views.append(whole[slot >> 32][at : at + block_bytes])
+    return views

@@ -43,11 +43,15 @@ class Namespace:
         """Keys of the full blocks of a prompt: any sequence, array or tensor of token ids, one dimension."""
         if not self._block_tokens:
             raise InvalidArgument("a raw namespace has no tokens; name blocks with key()")
-        ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
+        on_device = hasattr(token_ids, "tolist") and not isinstance(token_ids, np.ndarray)
         try:
-            tokens = np.asarray(ids, dtype="<i8")
-        except (TypeError, ValueError, OverflowError) as e:
-            raise InvalidArgument(f"token ids are whole numbers of at most 64 bits: {e}") from e
+            ids = np.asarray(token_ids.tolist() if on_device else token_ids)
+        except (TypeError, ValueError, RuntimeError) as e:
+            raise InvalidArgument(f"token ids are one row of whole numbers: {e}") from e
+        # Only what numpy itself takes for whole numbers: rounding would give two prompts one key.
+        if ids.size and (ids.dtype.kind not in "iu" or (ids.dtype.kind == "u" and int(ids.max()) > TOKEN_MAX)):
+            raise InvalidArgument(f"token ids are whole numbers from {TOKEN_MIN} to {TOKEN_MAX}, not {ids.dtype}")
+        tokens = ids.astype("<i8")
         if tokens.ndim != 1:
             raise InvalidArgument(f"token ids have {tokens.ndim} dimensions; pass one sequence")
         return naming.token_keys(self.digest, tokens.tobytes(), self._block_tokens)

@@ -19,8 +19,9 @@ import struct
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import chain, count
 
 from google.protobuf.message import DecodeError
 
@@ -35,6 +36,12 @@ RECEIVE_BYTES = 64 << 10
 LONG_CALL_S = 30.0
 """Deadline of clear and stats, which may take a busy daemon long."""
 
+TOUCH_S = 0.1
+"""Touches ride on the next message, but not on every one of a burst."""
+
+WRITTEN = -1
+"""In place of a hold's number: slots that will not be written to any more."""
+
 TOUCH_KEYS_MAX = 4096
 TOUCHED_CHAINS_MAX = 256
 """Reads remembered between two messages; older ones lose their recency, never their count."""
@@ -42,6 +49,7 @@ TOUCHED_CHAINS_MAX = 256
 _LENGTH = struct.Struct("<I")
 _TIMEVAL = struct.Struct("ll")
 
+_hold_numbers = count()
 _sessions: "weakref.WeakSet[Session]" = weakref.WeakSet()
 
 
@@ -61,8 +69,8 @@ class Session:
         self.dead = ""
         self.forked = False
         self.lock = threading.Lock()
-        self.holds: Counter[int] = Counter()
-        """Slots leased, by how many holds; guarded by the lock."""
+        self.holds: dict[int, list[int]] = {}
+        """Slots leased, by the number of their hold; guarded by the lock."""
         self.writing: set[int] = set()
         """Slots a put or a reservation is using; guarded by the lock."""
         self.grants: dict[int, list[int]] = {}
@@ -79,12 +87,13 @@ class Session:
         self.index: IndexReader
         self.hello = pb.HelloReply()
         self.timeout_s = timeout_s
-        self._ended: deque[tuple[str, list[int]]] = deque()
+        self._ended: deque[tuple[int, list[int]]] = deque()
         self._forward: Session | None = None
         self._abandoned = False
         self._last_id = 0
         self._counted = [0] * 5
-        self._count_lock = threading.Lock()
+        self._count_lock = threading.RLock()  # a finalizer may tell while its own thread counts
+        self._touch_at = 0.0
         self._leaving = False
         self._buffer = bytearray()
         self._recalled = False
@@ -119,7 +128,7 @@ class Session:
             with before.lock:
                 before._drain(resuming=True)
                 hello.resume.nonce = before.hello.nonce
-                hello.resume.leased.extend(before.holds.elements())
+                hello.resume.leased.extend(chain.from_iterable(before.holds.values()))
                 hello.resume.granted.extend(before.writing)
                 self.hello = self.call(pb.Request(hello=hello)).hello
                 if self.hello.resumed:
@@ -306,7 +315,7 @@ class Session:
     def give_up(self, slots: list[int]) -> None:
         """These slots will not be written to any more: Abort, now or when there is a session to say it on."""
         if slots:
-            self._ended.append(("abort", slots))
+            self._ended.append((WRITTEN, slots))
             self.tell()
 
     def return_idle_grants(self, idle_s: float) -> None:
@@ -324,21 +333,19 @@ class Session:
 
     # -- slots under views
 
-    def held(self, slots: list[int]) -> Hold:
-        """A hold for slots that the daemon leased (registered under the lock by `acquire`)."""
+    def acquire(self, request: pb.Request, timeout_s: float | None) -> tuple[list[int], Hold]:
+        """Leases the leading run: its slots, and the hold that keeps them."""
         hold = Hold()
-        weakref.finalize(hold, self._release_later, slots).atexit = False
-        return hold
-
-    def acquire(self, request: pb.AcquireRequest, timeout_s: float | None) -> list[int]:
-        """Leases the leading run; each slot is held once more."""
         with self.lock:
-            slots = list(self._exchange(pb.Request(acquire=request), timeout_s)[0].acquire.slots)
-            self.holds.update(slots)
-            return slots
+            slots = list(self._exchange(request, timeout_s)[0].acquire.slots)
+            if slots:
+                number = next(_hold_numbers)
+                self.holds[number] = slots
+                weakref.finalize(hold, self._release_later, number).atexit = False
+        return slots, hold
 
-    def _release_later(self, slots: list[int]) -> None:
-        self._ended.append(("release", slots))
+    def _release_later(self, number: int) -> None:
+        self._ended.append((number, []))
         self.tell()
 
     def write_hold(self, slots: list[int]) -> Hold:
@@ -354,7 +361,7 @@ class Session:
 
     # -- telling the daemon what needs no answer
 
-    def tell(self) -> None:
+    def tell(self, *, touches: bool = False) -> None:
         """Sends what waits, if nobody is in the middle of a call (who then sends it ahead of the next)."""
         if os.getpid() != self._pid:
             return
@@ -362,7 +369,7 @@ class Session:
             try:
                 self._drain()
                 if self._forward is None and not self.dead:
-                    frames = self._waiting_frames()
+                    frames = self._waiting_frames(touches=touches)
                     if frames:
                         self._send(frames)
                     self._leave_if_free()
@@ -397,26 +404,27 @@ class Session:
             while self._ended:
                 self._settle(*self._ended.popleft())
 
-    def _settle(self, kind: str, slots: list[int]) -> None:
-        if kind == "release":
-            for slot in slots:
-                self.holds[slot] -= 1
-                if self.holds[slot] <= 0:
-                    del self.holds[slot]
-        else:
-            self.writing.difference_update(slots)
+    def _settle(self, number: int, slots: list[int]) -> list[int]:
+        """Forgets a hold, or slots that were written to; answers the slots."""
+        if number != WRITTEN:
+            return self.holds.pop(number)
+        self.writing.difference_update(slots)
+        return slots
 
-    def _waiting_frames(self) -> bytes:
-        """With the lock held: releases, aborts and touches as frames that want no reply."""
+    def _waiting_frames(self, *, touches: bool = False) -> bytes:
+        """With the lock held: releases, aborts and, if due, touches as frames that want no reply."""
         frames = b""
         while self._ended:
-            kind, slots = self._ended.popleft()
-            self._settle(kind, slots)
-            if kind == "release":
-                frames += _frame(pb.Request(release=pb.ReleaseRequest(slots=slots)))
+            number, slots = self._ended.popleft()
+            slots = self._settle(number, slots)
+            request = pb.Request()
+            if number != WRITTEN:
+                request.release.slots.extend(slots)
             else:
-                frames += _frame(pb.Request(abort=pb.AbortRequest(slots=slots)))
-        if self.touched or any(self._counted):
+                request.abort.slots.extend(slots)
+            frames += _frame(request)
+        if (self.touched or any(self._counted)) and (touches or time.monotonic() >= self._touch_at):
+            self._touch_at = time.monotonic() + TOUCH_S
             frames += self._touches()
         return frames
 
@@ -476,7 +484,7 @@ class Session:
                 return
             self._give_back()
             self._drain()
-            self._send(self._waiting_frames())
+            self._send(self._waiting_frames(touches=True))
             self._leave_if_free()
 
     def _leave_if_free(self) -> None:

@@ -26,6 +26,9 @@ TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 NAME_BYTES_MAX = 128
 LABEL_BYTES_MAX = 256
 
+READ_COUNTS = ("hits", "misses", "hit_bytes", "match_hits", "match_misses")
+COUNT_MAX = (1 << 64) - 1
+
 
 class SlabPort(Protocol):
     """What the edge needs of the slab."""
@@ -82,10 +85,15 @@ def tenant_named(store: Store, name: str) -> Tenant:
     return store.tenant(name)
 
 
+def printable(name: str) -> str:
+    """A name for people, without what would forge a line of a log or steer a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in name)
+
+
 def open_namespace(node: Node, tenant: Tenant, request: pb.OpenNamespaceRequest) -> pb.OpenNamespaceReply:
     if len(request.label.encode()) > LABEL_BYTES_MAX:
         raise InvalidArgument(f"a label is at most {LABEL_BYTES_MAX} bytes")
-    namespace = node.store.open_namespace(tenant, request.digest, request.block_bytes, request.label)
+    namespace = node.store.open_namespace(tenant, request.digest, request.block_bytes, printable(request.label))
     pool = node.store.pool(namespace)
     return pb.OpenNamespaceReply(
         namespace_id=namespace.id,
@@ -147,11 +155,9 @@ def match(node: Node, tenant: Tenant, request: pb.MatchRequest) -> pb.MatchReply
 def touch(node: Node, tenant: Tenant, request: pb.TouchRequest) -> pb.TouchReply:
     node.store.touch(tenant, checked_keys(request.keys), time.monotonic())
     counts = node.store.counts
-    counts.hits += request.hits
-    counts.misses += request.misses
-    counts.hit_bytes += request.hit_bytes
-    counts.match_hits += request.match_hits
-    counts.match_misses += request.match_misses
+    for name in READ_COUNTS:
+        # The client says how many: a number that the contract cannot carry would break `stats` for good.
+        setattr(counts, name, min(getattr(counts, name) + getattr(request, name), COUNT_MAX))
     return pb.TouchReply()
 
 

@@ -9,6 +9,7 @@ is read from that client (a client that stops reading stops itself, and only its
 """
 
 import asyncio
+import contextlib
 import os
 import socket
 import struct
@@ -16,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvstored.v1 import FRAME_BYTES_MAX
+from kvstored.v1 import kvstore_pb2 as pb
 
 READ_BYTES = 256 << 10
 FRAMES_A_TURN = 64
@@ -77,6 +79,12 @@ class Connection:
         if len(self._out) == 1:
             self._flush()
 
+    def refuse(self, reason: str, code: int = pb.INVALID_ARGUMENT) -> None:
+        """Ends the connection; the peer's last frame says why, as an error in a reply to nothing (id 0)."""
+        if not self._out:
+            self.send(_last_words(reason, code))
+        self.close(reason)
+
     def close(self, reason: str = "") -> None:
         """Ends the connection; what was not sent is dropped."""
         if self.closed:
@@ -126,7 +134,7 @@ class Connection:
                 break
             (length,) = _LENGTH.unpack_from(buffer, at)
             if length > FRAME_BYTES_MAX:
-                self.close(f"a frame of {length} bytes; at most {FRAME_BYTES_MAX} are allowed")
+                self.refuse(f"a frame of {length} bytes; at most {FRAME_BYTES_MAX} are allowed")
                 return
             if len(buffer) - at - 4 < length:
                 break
@@ -145,7 +153,7 @@ class Connection:
         try:
             self._on_frame(self, payload)
         except FrameError as e:
-            self.close(str(e))
+            self.refuse(str(e))
 
     def _flush(self) -> None:
         while self._out:
@@ -171,6 +179,18 @@ class Connection:
         self._flush()
         if not self.closed and not self._out:
             self._frames()
+
+
+def turn_away(sock: socket.socket, reason: str, code: int) -> None:
+    """Closes a socket just accepted; its first and last frame says why."""
+    payload = _last_words(reason, code)
+    with contextlib.suppress(OSError):  # gone already, which is as well
+        sock.send(_LENGTH.pack(len(payload)) + payload, socket.MSG_DONTWAIT)
+    sock.close()
+
+
+def _last_words(reason: str, code: int) -> bytes:
+    return pb.Reply(error=pb.Error(code=code, message=reason)).SerializeToString()  # type: ignore[arg-type]
 
 
 def _duplicates(descriptors: list[int]) -> list[int]:

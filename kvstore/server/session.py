@@ -24,7 +24,7 @@ from kvstore.core import holds
 from kvstore.core.holds import Session
 from kvstore.server import calls
 from kvstore.server.calls import Node
-from kvstore.server.frames import Connection, FrameError
+from kvstore.server.frames import Connection, FrameError, turn_away
 from kvstore.server.peer import Peer, peer_of
 from kvstored.v1 import DESCRIPTORS_MAX, PROTOCOL, PROTOCOL_OLDEST
 from kvstored.v1 import kvstore_pb2 as pb
@@ -168,7 +168,7 @@ class ClientSession:
         read_only = hello.read_only or self.peer.pidfd < 0
         session = node.store.open_session(
             tenant,
-            hello.client or "unnamed",
+            calls.printable(hello.client) or "unnamed",
             time.monotonic(),
             local=True,
             read_only=read_only,
@@ -211,7 +211,7 @@ class ClientSession:
         return True
 
     def _no_hello(self) -> None:
-        self.connection.close(f"no Hello within {HELLO_WAIT_S:.0f} s")
+        self.connection.refuse(f"no Hello within {HELLO_WAIT_S:.0f} s", pb.DEADLINE_EXCEEDED)
 
     def _closed(self, _: Connection, reason: str) -> None:
         """The socket is gone."""
@@ -224,12 +224,20 @@ class ClientSession:
         if self.session is None:
             self.forget()
             return
-        clean = self.leaving and not self.session.held_bytes
+        clean = not self.session.held_bytes and (self.leaving or not self._has_mappings())
         gone = clean or self.peer.gone()
         log.info("session %s ended%s", self._name(), "" if gone else "; its process lives: what it held is quarantined")
         self.server.node.store.end_session(self.session, process_gone=gone)
         if gone:
             self.forget()
+
+    def _has_mappings(self) -> bool:
+        """Whether this session was given memory that its process may still have mapped."""
+        assert self.session is not None
+        number, segments = self.session.id, self.server.node.store.segments
+        return any(
+            number in segment.sessions for table in (segments.live, segments.draining) for segment in table.values()
+        )
 
     def _exited(self) -> None:
         """The process is gone: nothing it held can be written to any more."""
@@ -428,7 +436,7 @@ class SessionServer:
                 self.loop.call_later(1.0, self._accept_again)
                 return
             if len(self.clients) >= CLIENTS_MAX:
-                sock.close()
+                turn_away(sock, f"{CLIENTS_MAX} clients are connected already", pb.RESOURCE_EXHAUSTED)
                 continue
             try:
                 self.clients.add(ClientSession(self, sock))

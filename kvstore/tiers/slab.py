@@ -125,8 +125,8 @@ class Slab:
         return found.read_only
 
     def bytes_at(self, segment: int, offset: int, length: int) -> memoryview:
-        """A writable view for callers whose bytes pass through the daemon."""
-        return self._segments[segment].mapping.bytes[offset : offset + length].data
+        """A writable view for callers whose bytes pass through the daemon; keeps the memory mapped while it lives."""
+        return self._segments[segment].mapping.view(offset, length)
 
     @property
     def lock_error(self) -> str:

@@ -61,7 +61,8 @@ class Mapping:
         self.address: int = address
         self.size_bytes = size_bytes
         self.writable = writable
-        self._unmap = weakref.finalize(self, _unmap, address, size_bytes, os.getpid())
+        # Not at exit: threads and exit handlers may still read; then the kernel unmaps.
+        weakref.finalize(self, _unmap, address, size_bytes, os.getpid()).atexit = False
         if not fork:
             self._advise(MADV_DONTFORK)
         whole = (ctypes.c_ubyte * size_bytes).from_address(address)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from kvstore.core.block import PINNED
 from kvstore.core.holds import Namespace, Session
 from kvstore.core.store import Store
 from tests.core.scene import PAGE
@@ -40,6 +41,8 @@ class Process:
     leased: Counter[int] = field(default_factory=Counter)
     sees: dict[int, int] = field(default_factory=dict)
     """Leased slot -> what it said when it was leased."""
+    mapped: set[int] = field(default_factory=set)
+    """Segments it has mapped."""
 
 
 class Model:
@@ -50,6 +53,7 @@ class Model:
         self.blocks: dict[Name, Block] = {}
         self.processes: list[Process] = []
         self.memory: dict[Page, int] = {}
+        self.sizes: dict[int, int] = {}
         self.may_evict = False
         self.may_go: set[Name] = set()
         self.evicted = 0
@@ -80,6 +84,27 @@ class Model:
                 held |= self.pages(ref)
         return held
 
+    def map(self, process: Process, ref: int) -> None:
+        """The process is given the descriptor of the slot's segment."""
+        self.store.segments.live[ref >> 32].sessions.add(process.session.id)
+        process.mapped.add(ref >> 32)
+        self.sizes[ref >> 32] = self.store.segments.live[ref >> 32].size_bytes
+
+    def dropped(self, segment: int) -> None:
+        """The memory of a segment is given back, but for what is still mapped somewhere."""
+        for page in [page for page in self.memory if page[0] == segment]:
+            del self.memory[page]
+        for process in self.processes:
+            for ref in (*process.granted, *process.leased):
+                assert ref >> 32 != segment, "a segment was dropped under a live process"
+
+    def fits(self) -> None:
+        """Live segments, those being made, and dropped ones that somebody still has mapped fit in the slab."""
+        table = self.store.segments
+        mapped = {number for process in self.processes for number in process.mapped} - table.live.keys()
+        used = sum(segment.size_bytes for segment in table.live.values()) + sum(table.making.values())
+        assert used + sum(self.sizes[number] for number in mapped) <= table.size_bytes, "more memory than there is"
+
     # -- holds
 
     def granted(self, process: Process, refs: Iterable[int], expires: float) -> None:
@@ -94,7 +119,7 @@ class Model:
             assert not pages & visible, f"slot {ref:#x} was handed out while it holds a visible block"
             held |= pages
             process.granted[ref] = expires
-            self.store.segments.live[ref >> 32].sessions.add(process.session.id)
+            self.map(process, ref)
 
     def leased(self, process: Process, name_refs: Iterable[tuple[Name, int]]) -> None:
         for name, ref in name_refs:
@@ -102,7 +127,7 @@ class Model:
             assert ref == block.ref, "a lease of another slot than the block's"
             process.leased[ref] += 1
             process.sees[ref] = block.content
-            self.store.segments.live[ref >> 32].sessions.add(process.session.id)
+            self.map(process, ref)
 
     def released(self, process: Process, ref: int, count: int = 1) -> None:
         process.leased[ref] -= count
@@ -146,6 +171,9 @@ class Model:
             assert (ref, length, namespace) == (block.ref, block.namespace.block_bytes, block.namespace.id)
             assert (ref >> 32, offset // PAGE) in self.pages(ref), "published at another place than its slot's"
             assert self.reads(ref, block.content), f"{name[1].hex()[:8]} does not say what its committer wrote"
+            row = block.namespace.tenant.rows[name[1]]
+            assert bool(self.store.table.marks[row] & PINNED) == (block.pinned is not None), "a pin"
+        self.fits()
         for process in self.processes:
             for ref, content in process.sees.items():
                 assert self.reads(ref, content), f"slot {ref:#x} changed under a view"

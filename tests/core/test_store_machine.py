@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvstore.core import block, holds
-from kvstore.core.holds import Namespace
+from kvstore.core.holds import Namespace, Tenant
 from kvstore.core.segments import MakeSegment, Pool
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
@@ -96,6 +96,20 @@ class StoreMachine(RuleBasedStateMachine):
         able = [ns for ns in self.namespaces if ns.tenant is process.session.tenant]
         return able[number % len(able)]
 
+    def aim(self, at: int, keys: list[str], tenant: Tenant | None = None) -> tuple[Namespace, list[bytes]]:
+        """A namespace and keys in it; mostly such that the first one is there."""
+        wanted = [key(name) for name in keys]
+        there = [
+            (found.namespace, k)
+            for (_, k), found in self.model.blocks.items()
+            if tenant in (None, found.namespace.tenant)
+        ]
+        if there and at % 4:
+            space, first = there[at % len(there)]
+            return space, [first, *(k for k, parent in PARENTS.items() if parent == first), *wanted]
+        able = [space for space in self.namespaces if tenant in (None, space.tenant)]
+        return able[at % len(able)], wanted
+
     @contextmanager
     def evicting(self) -> Iterator[None]:
         self.model.may_evict = True
@@ -139,12 +153,7 @@ class StoreMachine(RuleBasedStateMachine):
             if isinstance(job, MakeSegment):
                 self.jobs.append(job)
                 continue
-            gone = [page for page in self.model.memory if page[0] == job.segment]
-            for page in gone:
-                del self.model.memory[page]
-            for process in self.model.processes:
-                for ref in (*process.granted, *process.leased):
-                    assert ref >> 32 != job.segment, "a segment was dropped under a live process"
+            self.model.dropped(job.segment)
 
     @precondition(lambda self: self.jobs)
     @rule(number=choice, there=st.sampled_from([True, True, True, False]))
@@ -162,6 +171,7 @@ class StoreMachine(RuleBasedStateMachine):
             segments = sorted(process.session.detach)
             process.session.detach.clear()
             self.store.segments.forget_session(process.session.id, segments)
+            process.mapped.difference_update(segments)
 
     # -- sessions
 
@@ -190,6 +200,7 @@ class StoreMachine(RuleBasedStateMachine):
         leased = [ref for i, ref in enumerate(old.leased.elements()) if keep >> (i + 4) % 8 & 1]
         committed = [b.ref for b in self.model.blocks.values()][:1]
         self.store.resume(old.session, heir.session, leased, granted + committed)
+        heir.mapped = {ref >> 32 for ref in (*granted, *leased)}
         for ref in granted:
             heir.granted[ref] = float("inf")
         for ref in leased:
@@ -297,7 +308,8 @@ class StoreMachine(RuleBasedStateMachine):
         refs = [ref for ref in process.granted if self.store.segments.live[ref >> 32].pool is pool]
         wanted = [key(name) for name in keys][: len(refs)]
         refs = refs[: len(wanted)]
-        above = [KEYS[(wild + i) % len(KEYS)] if wild >> i & 1 else PARENTS[k] for i, k in enumerate(wanted)]
+        others = wanted[1:] + wanted[:1] if wild & 64 else KEYS[wild % 8 :]
+        above = [others[i] if wild >> i & 1 else PARENTS[k] for i, k in enumerate(wanted)]
         above = [b"" if parent == k else parent for parent, k in zip(above, wanted, strict=True)]
         expected = []
         for k, ref in zip(wanted, refs, strict=True):
@@ -335,6 +347,11 @@ class StoreMachine(RuleBasedStateMachine):
         if others and ref < 8:
             ref = others[ref % len(others)]
         space, session = self.ns(ns, process), process.session
+        pool = self.store.pool(space)
+        for own in process.granted:
+            if self.store.segments.live[own >> 32].pool is not pool:
+                with pytest.raises(InvalidArgument):
+                    self.store.commit(session, space, [KEYS[0]], [own], [b""], [0], self.scene.now)
         if ref not in process.granted:
             with pytest.raises(FailedPrecondition):
                 self.store.commit(session, space, [KEYS[0]], [ref], [b""], [0], self.scene.now)
@@ -351,8 +368,8 @@ class StoreMachine(RuleBasedStateMachine):
         process = self.writer(number)
         if process is None:
             return
-        space, session = self.ns(ns, process), process.session
-        wanted = [key(name) for name in keys]
+        session = process.session
+        space, wanted = self.aim(ns, keys, session.tenant)
         run = self.run_of(space, wanted)
         before, tenant_before = session.held_bytes, session.tenant.held_bytes
         try:
@@ -376,8 +393,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(ns=choice, keys=names)
     def matches(self, ns: int, keys: list[str]) -> None:
-        space = self.namespaces[ns % len(self.namespaces)]
-        wanted = [key(name) for name in keys]
+        space, wanted = self.aim(ns, keys)
         found = self.store.match(space, wanted)
         assert [self.store.table.key[row] for row in found] == [k for _, k in self.run_of(space, wanted)]
 
@@ -393,7 +409,7 @@ class StoreMachine(RuleBasedStateMachine):
         if everything:
             self.clear(space, everything)
             return
-        wanted = [key(name) for name in keys]
+        space, wanted = self.aim(ns, keys)
         gone = [n for n, found in self.model.blocks.items() if n[1] in wanted and found.namespace is space]
         with self.dropping(gone):
             assert self.store.remove(space, wanted) == len(gone)
@@ -404,13 +420,12 @@ class StoreMachine(RuleBasedStateMachine):
             while at is not None:
                 at = self.store.clear_step(space, at, rows)
 
-    @rule(ns=choice, keys=some_names, ttl_s=st.integers(0, 60))
+    @rule(ns=choice, keys=some_names, ttl_s=st.sampled_from([0, 1, 20, 60]))
     def pins(self, ns: int, keys: list[str], ttl_s: int) -> None:
         """For so many seconds, or (0) not any more."""
-        space = self.namespaces[ns % len(self.namespaces)]
-        wanted = [key(name) for name in keys]
+        space, wanted = self.aim(ns, keys)
         if not ttl_s:
-            self.unpin(space, wanted)
+            self.unpin(self.namespaces[ns % len(self.namespaces)], wanted)
             return
         count = self.store.pin(space, wanted, ttl_s, self.scene.now)
         pinned = 0

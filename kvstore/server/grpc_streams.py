@@ -1,0 +1,290 @@
+"""Put and Get over gRPC: bytes of blocks between a stream and the slab.
+
+Each runs within a session of its own and holds slots only while their bytes move. These
+are the callers whose holds may end by a clock: a reservation expires after `lease.ttl`, and
+who sends or takes nothing for as long is cut off.
+
+Bytes are copied and hashed on the event loop, one chunk at a time (0.1 ms for 512 KiB): a
+hop to a thread costs as much, and a slot that only the loop touches needs no watching.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import xxhash
+from google.protobuf.message import DecodeError
+
+from kvstore.core.holds import Namespace, Session
+from kvstore.server import calls
+from kvstore.server.calls import Node
+from kvstored.v1 import CHUNK_BYTES_MAX, KEY_BYTES, chunks, shm
+from kvstored.v1 import kvstore_pb2 as pb
+from kvstored.v1.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, ResourceExhausted
+
+PUT_BLOCKS, PUT_BYTES = 16, 32 << 20
+"""Blocks of one Put that wait for their commit together."""
+
+GET_BLOCKS, GET_BYTES = 16, 8 << 20
+"""Blocks that a Get holds at once."""
+
+
+def parsed(node: Node, kind: Any, message: bytes) -> Any:
+    """A message of that kind; anything else is the caller's fault."""
+    try:
+        return kind.FromString(message)
+    except DecodeError as e:
+        node.protocol_errors += 1
+        raise InvalidArgument(f"{len(message)} bytes that are not a {kind.DESCRIPTOR.name}") from e
+
+
+@contextlib.asynccontextmanager
+async def unstalled(seconds: float, what: str) -> AsyncIterator[asyncio.Timeout]:
+    """Ends the block by DeadlineExceeded unless the timeout is rescheduled again and again."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            yield limit
+    except TimeoutError:
+        raise DeadlineExceeded(f"{what} within {seconds:g} s (lease.ttl)") from None
+
+
+class PutStream:
+    """One Put: a header, then each block's bytes in chunks and their checksum.
+
+    A slot is reserved when a block's turn comes, so what a slow caller holds is what it has
+    sent. Blocks wait for their commit in small batches, never so long that the first one's
+    reservation could expire while the caller keeps sending.
+    """
+
+    def __init__(self, node: Node, session: Session, context: Any, limit: asyncio.Timeout) -> None:
+        self._node = node
+        self._session = session
+        self._context = context
+        self._limit = limit
+        self._header = pb.PutHeader()
+        self._namespace: Namespace
+        self._slot_bytes = 0
+        self._results: list[int] = []
+        self._waiting: list[int] = []
+        """Slots of the last blocks: written and verified, not yet committed."""
+        self._commit_by = 0.0
+
+    async def run(self) -> pb.PutReply:
+        """Stores what it can; raises ResourceExhausted where that is nothing."""
+        await self._receive_header()
+        block_bytes = self._namespace.block_bytes
+        batch = max(1, min(PUT_BLOCKS, PUT_BYTES // block_bytes))
+        existing: list[bytes] = []
+        for i, key in enumerate(self._header.keys):
+            if self._node.store.match(self._namespace, [key]):
+                self._commit()
+                await self._skip(i)
+                self._results.append(pb.EXISTS)
+                existing.append(key)
+                continue
+            try:
+                slot = await self._reserve()
+            except ResourceExhausted as e:
+                self._cut_short(e)
+                break
+            await self._receive_block(i, slot)
+            self._waiting.append(slot)
+            if len(self._waiting) >= batch or time.monotonic() >= self._commit_by:
+                self._commit()
+        else:
+            if await self._next() is not None:
+                raise InvalidArgument(f"more bytes than the {len(self._header.keys)} blocks of the header")
+            self._commit()
+        if existing:
+            self._node.store.touch(self._session.tenant, existing, time.monotonic())
+            self._node.store.counts.existing += len(existing)
+        return pb.PutReply(results=self._results)  # type: ignore[arg-type]
+
+    async def _receive_header(self) -> None:
+        first = await self._next()
+        if not isinstance(first, pb.PutChunk) or first.WhichOneof("part") != "header":
+            raise InvalidArgument("the first message of a Put is its header")
+        header = self._header = first.header
+        store = self._node.store
+        self._namespace = store.namespace(self._session.tenant, header.namespace_id)
+        self._slot_bytes = store.pool(self._namespace).slot_bytes
+        calls.checked_keys(header.keys)
+        if not len(header.keys) == len(header.parents) == len(header.depths):
+            raise InvalidArgument(
+                f"{len(header.keys)} keys, {len(header.parents)} parents and {len(header.depths)} depths: "
+                "a Put names as many of each"
+            )
+        for i, parent in enumerate(header.parents):
+            if parent and len(parent) != KEY_BYTES:
+                raise InvalidArgument(f"parent {i} has {len(parent)} bytes; it is a key of {KEY_BYTES}, or empty")
+        # Whatever of the header makes a commit impossible is said before the bytes come.
+        empty = pb.PutHeader(hint=header.hint if header.HasField("hint") else None, durable=header.durable)
+        calls.commit(self._node, self._session, self._namespace, empty, [])
+
+    async def _reserve(self) -> int:
+        """One slot; what waits is committed first where that is what is in the way."""
+        ttl_s = self._node.lease_ttl_s
+        if not self._waiting:
+            self._commit_by = time.monotonic() + ttl_s / 2
+        try:
+            return (await self._reserve_one(ttl_s))[0]
+        except ResourceExhausted:
+            if not self._waiting:
+                raise
+        self._commit()
+        self._commit_by = time.monotonic() + ttl_s / 2
+        return (await self._reserve_one(ttl_s))[0]
+
+    async def _reserve_one(self, ttl_s: float) -> list[int]:
+        self._limit.reschedule(None)  # waiting for memory is not the caller's fault, and bounded by itself
+        slots = await calls.reserve(self._node, self._session, self._namespace, 1, time.monotonic() + ttl_s)
+        self._alive()
+        return slots
+
+    async def _receive_block(self, i: int, slot: int) -> None:
+        """Into the slot, while it is ours; verified at the end."""
+        segment, at = shm.ref_segment(slot), shm.ref_slot(slot) * self._slot_bytes
+        end = at + self._namespace.block_bytes
+        digest = xxhash.xxh3_64()
+        while at < end:
+            chunk = await self._chunk(i, end - at)
+            if slot not in self._session.granted:
+                raise FailedPrecondition(
+                    f"block {i} came too slowly: its reservation expired after {self._node.lease_ttl_s:g} s (lease.ttl)"
+                )
+            self._node.slab.bytes_at(segment, at, len(chunk))[:] = chunk
+            digest.update(chunk)
+            at += len(chunk)
+        if await self._checksum(i) != digest.intdigest():
+            raise InvalidArgument(f"block {i} does not match its checksum (xxh3-64)")
+
+    async def _skip(self, i: int) -> None:
+        """Takes the bytes of a block that is there already."""
+        left = self._namespace.block_bytes
+        while left:
+            left -= len(await self._chunk(i, left))
+        await self._checksum(i)
+
+    def _commit(self) -> None:
+        """Makes what waits visible; slots that were not needed go back."""
+        if not self._waiting:
+            return
+        slots, self._waiting = self._waiting, []
+        first = len(self._results)
+        part = slice(first, first + len(slots))
+        header = self._header
+        request = pb.PutHeader(
+            keys=header.keys[part],
+            parents=header.parents[part],
+            depths=header.depths[part],
+            hint=header.hint if header.HasField("hint") else None,
+        )
+        results = calls.commit(self._node, self._session, self._namespace, request, slots)
+        self._results += results
+        unused = [slot for slot, result in zip(slots, results, strict=True) if result != pb.STORED]
+        if unused:
+            self._node.store.abort(self._session, unused)
+        if self._node.store.segments.jobs:
+            self._node.jobs_ready()
+
+    def _cut_short(self, why: ResourceExhausted) -> None:
+        """No room for the next block: those that follow are there already, or rejected. Raises `why` if nothing is."""
+        store = self._node.store
+        rest = self._header.keys[len(self._results) :]
+        results = [pb.EXISTS if store.match(self._namespace, [key]) else pb.REJECTED for key in rest]
+        if all(result == pb.REJECTED for result in (*self._results, *results)):
+            raise why
+        self._results += results
+        store.counts.existing += results.count(pb.EXISTS)
+        store.counts.rejected += results.count(pb.REJECTED)
+
+    # -- messages
+
+    async def _next(self) -> memoryview | pb.PutChunk | None:
+        """Bytes as a view, other messages parsed, None at the end."""
+        message = await self._context.read()
+        self._alive()
+        if message is grpc.aio.EOF:
+            return None
+        return chunks.decode_data(message) or parsed(self._node, pb.PutChunk, message)
+
+    async def _chunk(self, i: int, left: int) -> memoryview:
+        part = await self._next()
+        if isinstance(part, pb.PutChunk) and part.WhichOneof("part") == "data":
+            part = memoryview(part.data)
+        if not isinstance(part, memoryview):
+            raise InvalidArgument(f"block {i}: {_named(part)} where {left} more bytes were expected")
+        if not 1 <= len(part) <= min(CHUNK_BYTES_MAX, left):
+            raise InvalidArgument(
+                f"block {i}: a chunk of {len(part)} bytes; 1 to {min(CHUNK_BYTES_MAX, left)} are allowed here"
+            )
+        return part
+
+    async def _checksum(self, i: int) -> int:
+        part = await self._next()
+        if not isinstance(part, pb.PutChunk) or part.WhichOneof("part") != "checksum":
+            raise InvalidArgument(f"block {i}: {_named(part)} where its checksum was expected")
+        return part.checksum
+
+    def _alive(self) -> None:
+        self._limit.reschedule(asyncio.get_running_loop().time() + self._node.lease_ttl_s)
+
+
+class GetStream:
+    """One Get: how many blocks there are, then each one's bytes in chunks and their checksum.
+
+    Blocks are held while their bytes are sent, a few at a time. What eviction takes before
+    its turn ends the stream early: the caller counts whole blocks, not the announcement.
+    """
+
+    def __init__(self, node: Node, session: Session, context: Any, limit: asyncio.Timeout) -> None:
+        self._node = node
+        self._session = session
+        self._context = context
+        self._limit = limit
+
+    async def run(self, request: pb.GetRequest) -> None:
+        store, session = self._node.store, self._session
+        namespace = store.namespace(session.tenant, request.namespace_id)
+        slot_bytes = store.pool(namespace).slot_bytes
+        keys = calls.checked_keys(request.keys)
+        count = len(store.match(namespace, keys))
+        await self._write(pb.GetChunk(blocks=count).SerializeToString())
+        batch = max(1, min(GET_BLOCKS, GET_BYTES // namespace.block_bytes))
+        at = 0
+        while at < count:
+            slots = self._hold(namespace, keys[at : min(at + batch, count)])
+            if not slots:
+                return
+            for slot in slots:
+                await self._send_block(slot, slot_bytes, namespace.block_bytes)
+                store.release(session, [slot])
+            at += len(slots)
+
+    def _hold(self, namespace: Namespace, keys: Any) -> list[int]:
+        """The leading run of `keys`, or one block of it where holding all is too much; none is a miss."""
+        store, now = self._node.store, time.monotonic()
+        try:
+            return store.acquire(self._session, namespace, keys, now)
+        except ResourceExhausted:
+            with contextlib.suppress(ResourceExhausted):
+                return store.acquire(self._session, namespace, keys[:1], now)
+            return []
+
+    async def _send_block(self, slot: int, slot_bytes: int, block_bytes: int) -> None:
+        block = self._node.slab.bytes_at(shm.ref_segment(slot), shm.ref_slot(slot) * slot_bytes, block_bytes)
+        for message in chunks.block_messages(block):
+            await self._write(message)
+
+    async def _write(self, message: bytes) -> None:
+        await self._context.write(message)
+        self._limit.reschedule(asyncio.get_running_loop().time() + self._node.lease_ttl_s)
+
+
+def _named(part: memoryview | pb.PutChunk | None) -> str:
+    if part is None:
+        return "the stream ended"
+    return "bytes" if isinstance(part, memoryview) else f"a {part.WhichOneof('part') or 'message without a part'}"
