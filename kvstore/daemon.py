@@ -13,7 +13,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstore import machine
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvstored")
 
-HUGE_PAGES_ABOVE_BYTES = 64 << 30
 EXPECTED_BLOCK_BYTES = 64 << 10
 """The indexes start large enough for a slab full of blocks of this size; they grow for smaller ones."""
 
@@ -54,7 +52,7 @@ def run(effective: Effective) -> int:
         format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
         stream=sys.stderr,
     )
-    with InstanceLocks(settings.server.socket, settings.server.state_dir, _grpc_socket(settings)):
+    with InstanceLocks(settings.server.socket, settings.server.state_dir, settings.server.grpc_socket):
         return asyncio.run(_serve(settings))
 
 
@@ -71,11 +69,6 @@ async def _serve(settings: Settings) -> int:
     finally:
         await daemon.stop()
     return 0
-
-
-def _grpc_socket(settings: Settings) -> Path | None:
-    address = settings.server.grpc
-    return Path(address.removeprefix("unix:")) if address.startswith("unix:") else None
 
 
 class Daemon:
@@ -176,18 +169,17 @@ class Daemon:
     # -- memory
 
     def _choose_pages(self) -> bool:
-        wanted, size_bytes = self.settings.host.huge_pages, self.settings.host.size_bytes
-        if wanted == "on":
-            machine.check_huge_pages(size_bytes)
-            return True
-        if wanted == "auto" and size_bytes > HUGE_PAGES_ABOVE_BYTES:
-            try:
-                machine.check_huge_pages(size_bytes)
-            except ConfigError as e:
-                log.warning("the slab uses 4 KiB pages: %s", e)
-                return False
-            return True
-        return False
+        host = self.settings.host
+        if not host.huge_pages_on:
+            return False
+        try:
+            machine.check_huge_pages(host.size_bytes)
+        except ConfigError as e:
+            if host.huge_pages == "on":
+                raise
+            log.warning("the slab uses 4 KiB pages: %s", e)
+            return False
+        return True
 
     async def _make_slab(self) -> None:
         size_bytes = self.settings.host.size_bytes

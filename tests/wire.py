@@ -5,6 +5,7 @@ Every wait is bounded: a daemon that does not answer fails the test, it does not
 
 import array
 import os
+import select
 import socket
 import struct
 from pathlib import Path
@@ -36,7 +37,11 @@ class Wire:
         self.descriptors: list[int] = []
         """Every descriptor that rode on a reply; closed with the connection."""
         if hello:
-            self.call(hello=pb.HelloRequest(protocol=PROTOCOL, client="wire", tenant=tenant))
+            try:
+                self.call(hello=pb.HelloRequest(protocol=PROTOCOL, client="wire", tenant=tenant))
+            except BaseException:
+                self.close()
+                raise
 
     # -- sending
 
@@ -46,17 +51,21 @@ class Wire:
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
             sent = self._socket.sendmsg([data], rights)
             data = data[sent:]
-        self._socket.sendall(data)
+        if data:
+            self._socket.sendall(data)
 
-    def send_now(self, data: bytes) -> int:
-        """As much as the socket takes at once; 0 when it is full."""
+    def stuff(self, payload: bytes, idle_s: float = 0.3) -> tuple[int, bytes]:
+        """Sends the same frame again and again until the daemon takes nothing for a while.
+
+        Answers how many whole frames went, and what is missing of the last one.
+        """
+        one, sent = frame(payload), 0
+        many = one * (1 + (64 << 10) // len(one))
         self._socket.setblocking(False)
-        try:
-            return self._socket.send(data)
-        except BlockingIOError:
-            return 0
-        finally:
-            self._socket.settimeout(WAIT_S)
+        while select.select([], [self._socket], [], idle_s)[1]:
+            sent += self._socket.send(many[sent % len(one) :])
+        self._socket.settimeout(WAIT_S)
+        return sent // len(one), one[sent % len(one) :] if sent % len(one) else b""
 
     def post(self, number: int = 0, /, **op: Any) -> None:
         """One request, by default one that wants no reply."""

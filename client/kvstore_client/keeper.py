@@ -7,6 +7,7 @@ when the daemon went away, however many calls ask for it meanwhile.
 
 import logging
 import os
+import sys
 import threading
 import time
 import weakref
@@ -35,10 +36,12 @@ class Keeper:
         """Tries to connect once; a daemon that is away is no error here (it may come), another version is."""
         self._arguments = (path, client, tenant, timeout_s, read_only)
         self._path = path
+        self._timeout_s = timeout_s
         self.session: Session | None = None
         self.down = ""
         """Why there is no session, when there is none."""
         self.closed = False
+        self._failures = 0
         self._before: Session | None = None
         self._connecting = threading.Lock()
         self._wake = threading.Event()
@@ -55,16 +58,25 @@ class Keeper:
         _keepers.add(self)
 
     def connect(self) -> Session:
-        """The live session, or a new one. Raises Unavailable, or what the daemon refuses Hello with."""
+        """The live session, or a new one. Raises Unavailable, or what the daemon refuses Hello with.
+
+        Threads that come while another one tries share its outcome: in a row, each would wait
+        for its own time-out and those of all before it.
+        """
+        failures = self._failures
         with self._connecting:
             if self.closed:
                 raise FailedPrecondition("the client is closed")
             session = self.session
             if session is not None and not session.hung_up():
                 return session
+            if failures != self._failures:
+                raise Unavailable(self.down)
             if session is not None:
                 self._before, self.session = session, None
                 log.warning("kvstored on unix://%s: %s; reads miss until it is back", self._path, session.dead)
+            if self._before is not None:
+                self._before.unmap_unused()
             try:
                 session = Session(*self._arguments)
                 session.on_attach = self._wake.set
@@ -76,6 +88,7 @@ class Keeper:
                     raise
             except KVStoreError as e:
                 self.down = str(e)
+                self._failures += 1
                 raise
             if self.down:
                 log.warning("kvstored on unix://%s is back", self._path)
@@ -98,13 +111,24 @@ class Keeper:
     def need(self, call: Callable[[Session], T]) -> T:
         """For management: connects if need be, and once more where the session turns out to be dead."""
         self.now()
+        until = time.monotonic() + self._timeout_s
         session = self.connect()
         try:
             return call(session)
         except Unavailable:
-            if not session.dead:
+            if not session.dead or time.monotonic() >= until:
                 raise
         return call(self.connect())
+
+    def alone(self, call: Callable[[Session], T]) -> T:
+        """For what may take long: on a session of its own, so that no other call waits for it."""
+        self.now()
+        session = Session(*self._arguments)
+        try:
+            session.open(None)
+            return call(session)
+        finally:
+            session.leave()
 
     def opened(self, session: Session, ns: Identity) -> pb.OpenNamespaceReply:
         """The namespace in this session, opened and its segments attached at first use."""
@@ -131,10 +155,16 @@ class Keeper:
         if session is not None:
             session.leave()
 
+    def __del__(self) -> None:
+        """A client that is dropped without `close` leaves all the same: its process may live long."""
+        session = getattr(self, "session", None)
+        if session is not None and not self._forked and not sys.is_finalizing():
+            session.leave(wait=False)
+
     def _tick(self) -> float:
         """One turn of the keeper; seconds until the next."""
         session = self.session
-        if session is None or session.dead:
+        if session is None or session.hung_up():
             return self._reconnect()
         while session.to_populate:
             _populate(session)

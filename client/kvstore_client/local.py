@@ -18,7 +18,7 @@ from kvstore_client.index import SHARED_READS, IndexReader
 from kvstore_client.keeper import Keeper
 from kvstore_client.lease import Lease, Slots
 from kvstore_client.results import TIER_NAMES, Health, Hint, Match, PutResult
-from kvstore_client.session import LONG_CALL_S, Hold, Session
+from kvstore_client.session import CLEAR_S, Hold, Session
 from kvstore_client.transport import Identity
 from kvstored.v1 import KEYS_MAX, shm
 from kvstored.v1 import kvstore_pb2 as pb
@@ -336,17 +336,18 @@ class LocalTransport:
 
     def clear(self, ns: Identity) -> int:
         def call(session: Session) -> pb.Reply:
-            number = self._opened(session, ns).namespace_id
-            return session.call(pb.Request(clear=pb.ClearRequest(namespace_id=number)), LONG_CALL_S)
+            request = pb.OpenNamespaceRequest(digest=ns.digest, block_bytes=ns.block_bytes, label=ns.label)
+            number = session.call(pb.Request(open_namespace=request)).open_namespace.namespace_id
+            return session.call(pb.Request(clear=pb.ClearRequest(namespace_id=number)), CLEAR_S)
 
-        return self._need(call).clear.removed
+        return self._keeper.alone(call).clear.removed
 
     def stats(self) -> dict[str, Any]:
         request = pb.Request(stats=pb.StatsRequest())
         session = self._now()
         if session is not None:
             session.tell(touches=True)
-        return stats.as_dict(self._need(lambda session: session.call(request, LONG_CALL_S)).stats)
+        return stats.as_dict(self._need(lambda session: session.call(request)).stats)
 
     def health(self) -> Health:
         try:

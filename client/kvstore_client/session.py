@@ -33,8 +33,8 @@ from kvstored.v1.errors import FailedPrecondition, KVStoreError, Unavailable
 
 POLLRDHUP = 0x2000
 RECEIVE_BYTES = 64 << 10
-LONG_CALL_S = 30.0
-"""Deadline of clear and stats, which may take a busy daemon long."""
+CLEAR_S = 30.0
+"""Deadline of clear once the daemon has answered at all: a large namespace takes it long."""
 
 TOUCH_S = 0.1
 """Touches ride on the next message, but not on every one of a burst."""
@@ -210,7 +210,8 @@ class Session:
             self.die(f"no answer within {timeout_s or self.timeout_s} s" if late else f"the connection broke: {e}")
             raise self._death() from e
         if reply.id != request.id:
-            self.die(f"answer {reply.id} to request {request.id}")
+            # A reply to nothing says why the daemon ends the connection.
+            self.die(reply.error.message or f"answer {reply.id} to request {request.id}")
             raise self._death()
         if reply.recall or reply.detach:
             self._recalled |= reply.recall
@@ -476,16 +477,35 @@ class Session:
 
     # -- leaving
 
-    def leave(self) -> None:
-        """Ends the session for good; slots under living views keep the socket open until they are gone."""
+    def leave(self, *, wait: bool = True) -> None:
+        """Ends the session for good; slots under living views keep the socket open until they are gone.
+
+        `wait=False` is for finalizers: somebody in the middle of a call has the lock, and may be this thread.
+        """
         self._leaving = True
-        with self.lock:
+        if not self.lock.acquire(blocking=wait):
+            return
+        try:
             if self.dead:
                 return
             self._give_back()
             self._drain()
             self._send(self._waiting_frames(touches=True))
             self._leave_if_free()
+        finally:
+            self.lock.release()
+
+    def unmap_unused(self) -> None:
+        """Of a dead session: lets go of all memory but what views and puts still use.
+
+        A daemon that died gives its memory back only when the last client has unmapped it, and
+        the next one may need it to start.
+        """
+        assert self.dead, "reads of a live session rely on its mappings"
+        with self.lock:
+            used = {slot >> 32 for slots in (*self.holds.values(), self.writing) for slot in slots}
+            self.mappings = {number: mapping for number, mapping in self.mappings.items() if number in used}
+            self.to_populate.clear()
 
     def _leave_if_free(self) -> None:
         """With the lock held: says that nothing is held or mapped any more, which lets the daemon forget us at once."""

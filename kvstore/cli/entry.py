@@ -4,10 +4,10 @@ An engine's environment has kvstored for the SDK, and there both programs are on
 without what they need. So nothing outside the standard library is imported at the top.
 """
 
-import importlib
+import importlib.util
 import sys
 
-DAEMON_PACKAGES = ("click", "rich", "pydantic")
+DAEMON_PACKAGES = ("click", "rich", "pydantic", "pydantic_settings")
 
 
 def kvstored() -> None:
@@ -27,12 +27,7 @@ def kvstore_cli() -> None:
 
 
 def _need(program: str) -> None:
-    missing = []
-    for name in DAEMON_PACKAGES:
-        try:
-            importlib.import_module(name)
-        except ImportError:
-            missing.append(name)
+    missing = [name for name in DAEMON_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         names = ", ".join(missing)
         sys.exit(f"{program} needs packages that are not installed ({names}): pip install 'kvstored[daemon]'")

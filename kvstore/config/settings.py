@@ -3,17 +3,15 @@
 A field's alias is its key in the file, its name carries the unit, and its description
 says what is allowed, as error messages quote it. A setting of a later release is refused
 by name here, so that nobody believes it to be in force.
-
-`Settings` is built by `kvstore.config.load`. pydantic checks the values; it does not read
-the sources (pydantic-settings would), because there a missing file and an unknown
-environment variable pass in silence.
 """
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import PydanticBaseSettingsSource as Source
 
 from kvstore.config import values
 from kvstored.v1.endpoint import SOCKET_NAME, user_runtime_dir
@@ -46,13 +44,15 @@ def _host_size(size_bytes: int) -> int:
     return size_bytes
 
 
-Size = Annotated[int, BeforeValidator(values.parse_size_bytes)]
+Size = Annotated[int, BeforeValidator(values.parse_size_bytes), PlainSerializer(values.format_size, when_used="json")]
 Fraction = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
-Duration = Annotated[float, BeforeValidator(values.parse_duration_s)]
+Duration = Annotated[
+    float, BeforeValidator(values.parse_duration_s), PlainSerializer(values.format_duration, when_used="json")
+]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Server(Section):
@@ -141,8 +141,8 @@ class Lease(Section):
     )
 
 
-class Settings(Section):
-    """Everything; frozen, and built by `load` only."""
+class Tables(Section):
+    """Everything, as a source has it; a plain model, so that one source can be checked alone and strictly."""
 
     server: Server = Field(default_factory=Server)
     host: Host = Field(default_factory=Host)
@@ -150,6 +150,25 @@ class Settings(Section):
     gpu: Gpu = Field(default_factory=Gpu)
     evict: Evict = Field(default_factory=Evict)
     lease: Lease = Field(default_factory=Lease)
-    remote: Annotated[list[object], AfterValidator(_only([], "stores on other nodes are"))] = Field(
-        default_factory=list, description="an empty list, []"
-    )
+    remote: Annotated[
+        object,
+        BeforeValidator(lambda value: [] if value == "[]" else value),
+        AfterValidator(_only([], "stores on other nodes are")),
+    ] = Field(default_factory=list, description="an empty list, []")
+
+
+class Settings(BaseSettings, Tables):
+    """Everything, merged from the given sources, of which the first counts most; frozen."""
+
+    # extra="forbid" comes with the tables; case counts, so that [Host] is unknown.
+    model_config = SettingsConfigDict(env_prefix="KVSTORED_", env_nested_delimiter="__", case_sensitive=True)
+
+    def __init__(self, *sources: Source) -> None:
+        super().__init__(sources=sources)
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: Source, *others: Source, **named: Source
+    ) -> tuple[Source, ...]:
+        """The given ones, in place of those the library would look for itself."""
+        return tuple(init_settings()["sources"])

@@ -38,7 +38,7 @@ class Refused(ValueError):
 # Digits are bounded so that a number cannot grow past what int() and Fraction do at once.
 _NUMBER = r"([0-9]{1,24}(?:\.[0-9]{1,24})?)"
 _SIZE = re.compile(rf"{_NUMBER} ?({'|'.join(SIZE_UNITS)})")
-_DURATION = re.compile(rf"{_NUMBER} ?({'|'.join(DURATION_UNITS_S)})")
+_DURATION = re.compile(rf"{_NUMBER}(?: ?({'|'.join(DURATION_UNITS_S)}))?")
 _HOST_PORT = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*):([0-9]{1,5})")
 
 
@@ -68,14 +68,14 @@ def format_size(size_bytes: int) -> str:
 
 
 def parse_duration_s(value: object) -> float:
-    """Seconds of a number, or of `30s`, `5m`, `250ms`, `1.5h`; from 1 ms to 24 h."""
+    """Seconds of a number, or of `30`, `30s`, `5m`, `250ms`, `1.5h`; from 1 ms to 24 h."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         seconds = float(value)
     else:
         match = _DURATION.fullmatch(value) if isinstance(value, str) else None
         if match is None:
             raise Refused("not a duration")
-        seconds = float(Fraction(match[1]) * DURATION_UNITS_S[match[2]])
+        seconds = float(Fraction(match[1]) * DURATION_UNITS_S[match[2] or "s"])
     if not DURATION_S_MIN <= seconds <= DURATION_S_MAX:  # false for NaN too
         raise Refused("out of range")
     return seconds

@@ -30,6 +30,8 @@ class Room:
         self._policy = policy
         self._drop = drop
         self._until_look: dict[Pool, int] = {}
+        self._short: set[Pool] = set()
+        """Pools that went above their high mark and are not down at the low one yet."""
         self.moved = 0
         """Segments that went to another block size."""
 
@@ -43,14 +45,22 @@ class Room:
         while pool.free < slots and self._step(pool):
             pass
 
-    def evict_to(self, pool: Pool, free: int, blocks_max: int) -> bool:
-        """Evicts up to `blocks_max` blocks towards `free` free slots; True if more could follow."""
+    def evict_between(self, pool: Pool, high_free: int, low_free: int, blocks_max: int) -> bool:
+        """Below `high_free` free slots, evicts until there are `low_free`, `blocks_max` a call; True until then."""
+        if self._grows(pool) or pool.free >= (low_free if pool in self._short else high_free):
+            self._short.discard(pool)
+            return False
+        self._short.add(pool)
         for _ in range(blocks_max):
-            if pool.free >= free or not self._evict(pool):
-                return False
-        return pool.free < free
+            if pool.free >= low_free or not self._evict(pool):
+                break
+        else:
+            if pool.free < low_free:
+                return True
+        self._short.discard(pool)
+        return False
 
-    def growing(self, pool: Pool) -> bool:
+    def _grows(self, pool: Pool) -> bool:
         """Memory that this pool may have is there, or is being made, without taking it from anybody."""
         return self._fits_unowned(pool) is not None or self._segments.coming(pool)
 

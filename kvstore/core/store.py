@@ -428,9 +428,9 @@ class Store:
         """Keeps every full pool's use between two watermarks; True if more remains to be done."""
         more = False
         for pool in {segment.pool: None for segment in self.segments.live.values()}:
-            if pool is None or pool.free >= int(pool.slots * (1 - high)) or self.room.growing(pool):
-                continue
-            more |= self.room.evict_to(pool, int(pool.slots * (1 - low)), blocks_max)
+            if pool is not None:
+                above, below = int(pool.slots * (1 - high)), int(pool.slots * (1 - low))
+                more |= self.room.evict_between(pool, above, below, blocks_max)
         return more
 
     def take_jobs(self) -> list[Job]:

@@ -266,7 +266,7 @@ async def _abort(context: Any, error: KVStoreError) -> NoReturn:
     try:
         async with asyncio.timeout(ABORT_WAIT_S):
             await context.abort(STATUS[error.code], str(error))
-    except TimeoutError:
+    except (TimeoutError, grpc.aio.InternalError):
         raise asyncio.CancelledError from error
     raise AssertionError("abort always raises")
 

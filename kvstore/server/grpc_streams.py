@@ -18,6 +18,7 @@ import grpc
 import xxhash
 from google.protobuf.message import DecodeError
 
+from kvstore.core import refusals
 from kvstore.core.holds import Namespace, Session
 from kvstore.server import calls
 from kvstore.server.calls import Node
@@ -78,9 +79,14 @@ class PutStream:
         block_bytes = self._namespace.block_bytes
         batch = max(1, min(PUT_BLOCKS, PUT_BYTES // block_bytes))
         existing: list[bytes] = []
+        present_from = self._present_from()
         for i, key in enumerate(self._header.keys):
             if self._node.store.match(self._namespace, [key]):
                 self._commit()
+                if i == present_from and present_from == self._present_from():
+                    existing += self._header.keys[i:]
+                    self._results += [pb.EXISTS] * (len(self._header.keys) - i)
+                    break
                 await self._skip(i)
                 self._results.append(pb.EXISTS)
                 existing.append(key)
@@ -88,6 +94,7 @@ class PutStream:
             try:
                 slot = await self._reserve()
             except ResourceExhausted as e:
+                self._commit()
                 self._cut_short(e)
                 break
             await self._receive_block(i, slot)
@@ -124,25 +131,29 @@ class PutStream:
         empty = pb.PutHeader(hint=header.hint if header.HasField("hint") else None, durable=header.durable)
         calls.commit(self._node, self._session, self._namespace, empty, [])
 
+    def _present_from(self) -> int:
+        """From which block on all are there: their bytes need not come, and the answer may be given before them."""
+        keys, match = self._header.keys, self._node.store.match
+        first = len(keys)
+        while first and match(self._namespace, [keys[first - 1]]):
+            first -= 1
+        return first
+
     async def _reserve(self) -> int:
-        """One slot; what waits is committed first where that is what is in the way."""
-        ttl_s = self._node.lease_ttl_s
+        """One slot. What waits is committed first where it is all that may be held.
+
+        Not where memory is short: then what was just stored would go for what comes next.
+        """
+        session, segments, ttl_s = self._session, self._node.store.segments, self._node.lease_ttl_s
+        limits = (refusals.own_limit, refusals.tenant_limit)
+        if self._waiting and any(limit(session, segments, self._slot_bytes) < 1 for limit in limits):
+            self._commit()
         if not self._waiting:
             self._commit_by = time.monotonic() + ttl_s / 2
-        try:
-            return (await self._reserve_one(ttl_s))[0]
-        except ResourceExhausted:
-            if not self._waiting:
-                raise
-        self._commit()
-        self._commit_by = time.monotonic() + ttl_s / 2
-        return (await self._reserve_one(ttl_s))[0]
-
-    async def _reserve_one(self, ttl_s: float) -> list[int]:
         self._limit.reschedule(None)  # waiting for memory is not the caller's fault, and bounded by itself
-        slots = await calls.reserve(self._node, self._session, self._namespace, 1, time.monotonic() + ttl_s)
+        (slot,) = await calls.reserve(self._node, session, self._namespace, 1, time.monotonic() + ttl_s)
         self._alive()
-        return slots
+        return slot
 
     async def _receive_block(self, i: int, slot: int) -> None:
         """Into the slot, while it is ours; verified at the end."""

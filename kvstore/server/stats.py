@@ -9,6 +9,9 @@ from kvstore.core.store import Store
 from kvstore.server.calls import Node
 from kvstored.v1 import kvstore_pb2 as pb
 
+COUNT_MAX = (1 << 64) - 1
+"""Clients say what they read: a sum that the message cannot carry must not end all answers."""
+
 
 def rss_anon_bytes() -> int:
     """Private memory of this process (RssAnon of /proc/self/status): the slab and the indexes are not in it."""
@@ -92,7 +95,6 @@ def build(node: Node, *, loops: Iterable[pb.LoopStats], lock_error: str, socket:
     """Everything that `kvstore-cli stats` shows."""
     store, now = node.store, time.monotonic()
     problems = node.problems()
-    counts = store.counts
     return pb.StatsReply(
         daemon=pb.DaemonStats(
             version=node.version,
@@ -108,7 +110,11 @@ def build(node: Node, *, loops: Iterable[pb.LoopStats], lock_error: str, socket:
         host=host_stats(store, lock_error),
         pools=[pool_stats(store, pool) for pool in store.segments.pools.values()],
         sessions=list(session_stats(store, now)),
-        counters=pb.Counters(protocol_errors=node.protocol_errors, segments_moved=store.room.moved, **vars(counts)),
+        counters=pb.Counters(
+            protocol_errors=node.protocol_errors,
+            segments_moved=store.room.moved,
+            **{name: min(value, COUNT_MAX) for name, value in vars(store.counts).items()},
+        ),
         indexes=list(index_stats(node)),
         loops=list(loops),
         namespaces=[

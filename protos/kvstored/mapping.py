@@ -35,6 +35,10 @@ def _check(result: int, what: str) -> None:
         raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
+class _Region:
+    """What is mapped: unmapped when the last of the arrays and views that refer to it is gone."""
+
+
 def _unmap(address: int, size_bytes: int, pid: int) -> None:
     """A forked child must not unmap: the range was never mapped there, and may be its own by now."""
     if os.getpid() == pid:
@@ -44,8 +48,8 @@ def _unmap(address: int, size_bytes: int, pid: int) -> None:
 class Mapping:
     """A shared mapping of a whole descriptor; the descriptor itself may be closed at once.
 
-    The memory stays mapped while the mapping or anything made by `view` is alive, in the
-    process that made it.
+    The memory stays mapped while the mapping, or anything made from `bytes` or by `view`, is
+    alive, in the process that made it.
     """
 
     def __init__(self, descriptor: int, size_bytes: int, *, writable: bool, fork: bool = False) -> None:
@@ -61,13 +65,15 @@ class Mapping:
         self.address: int = address
         self.size_bytes = size_bytes
         self.writable = writable
+        self._region = _Region()
         # Not at exit: threads and exit handlers may still read; then the kernel unmaps.
-        weakref.finalize(self, _unmap, address, size_bytes, os.getpid()).atexit = False
+        weakref.finalize(self._region, _unmap, address, size_bytes, os.getpid()).atexit = False
         if not fork:
             self._advise(MADV_DONTFORK)
-        whole = (ctypes.c_ubyte * size_bytes).from_address(address)
+        whole: Any = (ctypes.c_ubyte * size_bytes).from_address(address)
+        whole.region = self._region
         self.bytes = np.frombuffer(memoryview(whole) if writable else memoryview(whole).toreadonly(), np.uint8)
-        """Everything as one array of uint8, for use while the mapping itself is held."""
+        """Everything as one array of uint8."""
 
     def view(self, start: int, size_bytes: int) -> memoryview:
         """A memoryview of its own object, so that its lifetime can be told from that of others.

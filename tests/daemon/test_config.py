@@ -73,6 +73,12 @@ def test_every_source_overrides_the_ones_below_and_is_named(tmp_path: Path) -> N
     assert effective.sources["lease.ttl"] == "default"
 
 
+def test_only_the_given_environment_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTORED_HOST__SIZE", "lots")
+    assert load(None, [], {}).sources["host.size"] == "default"
+    assert load(None, [], {"KVSTORED_HOST__SIZE": "2MiB"}).settings.host.size_bytes == 2 << 20
+
+
 def test_of_two_overrides_the_later_counts() -> None:
     assert settings("host.size=1MiB", "host.size=2MiB").host.size_bytes == 2 << 20
 
@@ -178,6 +184,7 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     assert f"{missing} does not exist" in problems(missing)[0]
     assert f"{tmp_path} cannot be read: Is a directory" in problems(tmp_path)[0]
     assert f"{missing / 'x'}" in problems(missing / "x")[0]
+    assert "/dev/null is not a regular file" in problems(Path("/dev/null"))[0]
 
 
 @pytest.mark.parametrize(
@@ -205,6 +212,16 @@ def test_all_problems_of_all_sources_are_reported_at_once(tmp_path: Path) -> Non
 
 def test_a_missing_file_does_not_hide_the_other_problems(tmp_path: Path) -> None:
     assert len(problems(tmp_path / "missing.toml", ["host.sise=1"])) == 2
+
+
+def test_values_wrong_only_together_are_reported_with_the_others() -> None:
+    assert len(problems(overrides=["host.size=lots", "evict.low=0.99"])) == 2
+    assert len(problems(overrides=["evict.high=2", "evict.low=0.99"])) == 1
+
+
+def test_an_override_that_is_not_utf8_is_refused() -> None:
+    assert "no such setting" in problem("host.\udcff=1")
+    assert "no such section" in problem("\udcff=1")
 
 
 def test_an_override_without_a_value_is_refused() -> None:
@@ -335,7 +352,7 @@ def test_a_mark_is_a_fraction(text: str) -> None:
 )
 def test_what_a_later_release_has_is_refused_by_name(override: str, what: str) -> None:
     message = problem(override)
-    assert f"not part of this release; allowed: {PLACES[override.partition('=')[0]].field.description}" in message
+    assert f"not part of this release; allowed: {PLACES[override.partition('=')[0]].description}" in message
     assert what in message
 
 

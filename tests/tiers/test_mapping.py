@@ -93,6 +93,17 @@ def test_whatever_is_made_from_a_view_keeps_the_memory_mapped(descriptor: int) -
     assert mapped() == 0
 
 
+def test_whatever_is_cut_from_the_whole_keeps_the_memory_mapped(descriptor: int) -> None:
+    """A part of `bytes` outlived its mapping once, and reading it killed the process."""
+    part = Mapping(descriptor, SIZE, writable=True).bytes[4096:8192].data
+    gc.collect()
+    assert mapped() == 1
+    assert bytes(part) == bytes(4096)
+    del part
+    gc.collect()
+    assert mapped() == 0
+
+
 def test_a_view_has_an_exporter_of_its_own_that_dies_with_its_last_user(descriptor: int) -> None:
     mapping = Mapping(descriptor, SIZE, writable=True)
     exporters = [mapping.exporter(at, 4096) for at in (0, 4096)]
