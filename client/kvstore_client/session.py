@@ -13,9 +13,6 @@ to `_ended`, and whoever next has the lock tells the daemon.
 """
 
 import os
-import select
-import socket
-import struct
 import threading
 import time
 import weakref
@@ -26,13 +23,12 @@ from itertools import chain, count
 from google.protobuf.message import DecodeError
 
 from kvstore_client.index import IndexReader
+from kvstore_client.stream import Stream, frame
 from kvstored.mapping import Mapping
 from kvstored.v1 import DESCRIPTORS_MAX, FRAME_BYTES_MAX, PROTOCOL, errors
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.errors import FailedPrecondition, KVStoreError, Unavailable
 
-POLLRDHUP = 0x2000
-RECEIVE_BYTES = 64 << 10
 CLEAR_S = 30.0
 """Deadline of clear once the daemon has answered at all: a large namespace takes it long."""
 
@@ -46,8 +42,6 @@ TOUCH_KEYS_MAX = 4096
 TOUCHED_CHAINS_MAX = 256
 """Reads remembered between two messages; older ones lose their recency, never their count."""
 
-_LENGTH = struct.Struct("<I")
-_TIMEVAL = struct.Struct("ll")
 
 _hold_numbers = count()
 _sessions: "weakref.WeakSet[Session]" = weakref.WeakSet()
@@ -95,28 +89,13 @@ class Session:
         self._count_lock = threading.RLock()  # a finalizer may tell while its own thread counts
         self._touch_at = 0.0
         self._leaving = False
-        self._buffer = bytearray()
         self._recalled = False
         self._pid = os.getpid()
         self._identity = (client, tenant, read_only)
-        self._socket = self._connect(path)
-        self._fd = self._socket.fileno()
+        self._stream = Stream(path, timeout_s)
         _sessions.add(self)
 
     # -- opening
-
-    def _connect(self, path: str) -> socket.socket:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self._set_deadline(sock, self.timeout_s)
-            sock.connect(path)
-        except OSError as e:
-            sock.close()
-            raise Unavailable(
-                f"no kvstored answers on unix://{path} ({e.strerror}); is it running? "
-                "Start `kvstored`, or name its socket with KVSTORED_ENDPOINT"
-            ) from e
-        return sock
 
     def open(self, before: "Session | None") -> None:
         """Says Hello and gets the index; takes over what this process still uses of `before`."""
@@ -191,18 +170,18 @@ class Session:
             raise self._death()
         self._last_id += 1
         request.id = self._last_id
-        payload = request.SerializeToString()
-        if len(payload) > FRAME_BYTES_MAX:
-            raise errors.InvalidArgument(f"a request of {len(payload)} bytes; at most {FRAME_BYTES_MAX}: split it")
-        frames = self._waiting_frames() + _LENGTH.pack(len(payload)) + payload
+        own = frame(request)
+        if len(own) > FRAME_BYTES_MAX:
+            raise errors.InvalidArgument(f"a request of {len(own)} bytes; at most {FRAME_BYTES_MAX}: split it")
+        frames = self._waiting_frames() + own
         received: list[int] = []
         try:
             if timeout_s is not None:
-                self._set_deadline(self._socket, timeout_s)
-            self._socket.sendall(frames)
-            reply = self._receive(received if descriptors else None)
+                self._stream.set_deadline(timeout_s)
+            self._stream.send(frames)
+            reply = self._stream.receive(received if descriptors else None)
             if timeout_s is not None:
-                self._set_deadline(self._socket, self.timeout_s)
+                self._stream.set_deadline(self.timeout_s)
         except (OSError, DecodeError) as e:
             for descriptor in received:
                 os.close(descriptor)
@@ -220,33 +199,11 @@ class Session:
             raise errors.from_wire(reply.error.code, reply.error.message)
         return reply, received
 
-    def _receive(self, descriptors: list[int] | None) -> pb.Reply:
-        buffer = self._buffer
-        while True:
-            if len(buffer) >= 4:
-                (length,) = _LENGTH.unpack_from(buffer)
-                if length > 16 * FRAME_BYTES_MAX:
-                    raise OSError(f"an answer of {length} bytes")
-                if len(buffer) >= 4 + length:
-                    payload = bytes(buffer[4 : 4 + length])
-                    del buffer[: 4 + length]
-                    return pb.Reply.FromString(payload)
-            if descriptors is None:
-                data = self._socket.recv(RECEIVE_BYTES)
-            else:
-                data, more, _, _ = socket.recv_fds(self._socket, RECEIVE_BYTES, DESCRIPTORS_MAX)
-                descriptors.extend(more)
-            if not data:
-                raise OSError("the daemon closed it")
-            buffer += data
-
     def hung_up(self) -> bool:
         """Whether the daemon's end is gone: the last thing a read checks. Marks the session dead."""
         if self.dead:
             return True
-        poll = select.poll()
-        poll.register(self._fd, POLLRDHUP)
-        if poll.poll(0):
+        if self._stream.hung_up():
             self.die("the daemon closed the connection")
             return True
         return False
@@ -256,22 +213,12 @@ class Session:
         if not self.dead:
             self.dead = reason
             if not self.forked:
-                try:
-                    self._socket.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    return  # the other end was first
+                self._stream.shut()
 
     def _death(self) -> KVStoreError:
         if self.forked:
             return FailedPrecondition("this client was made before a fork; make a new Client in the child")
         return Unavailable(f"the session with kvstored has ended: {self.dead}")
-
-    @staticmethod
-    def _set_deadline(sock: socket.socket, seconds: float) -> None:
-        """In the kernel rather than by settimeout, which costs a poll ahead of every send and receive."""
-        value = _TIMEVAL.pack(*divmod(max(int(seconds * 1e6), 1), 1_000_000))
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
 
     # -- slots to write to
 
@@ -423,7 +370,7 @@ class Session:
                 request.release.slots.extend(slots)
             else:
                 request.abort.slots.extend(slots)
-            frames += _frame(request)
+            frames += frame(request)
         if (self.touched or any(self._counted)) and (touches or time.monotonic() >= self._touch_at):
             self._touch_at = time.monotonic() + TOUCH_S
             frames += self._touches()
@@ -446,14 +393,14 @@ class Session:
             match_hits=match_hits,
             match_misses=match_misses,
         )
-        return _frame(pb.Request(touch=touch))
+        return frame(pb.Request(touch=touch))
 
     def _post(self, request: pb.Request) -> None:
-        self._send(_frame(request))
+        self._send(frame(request))
 
     def _send(self, frames: bytes) -> None:
         try:
-            self._socket.sendall(frames)
+            self._stream.send(frames)
         except OSError as e:
             self.die(f"sending: {e.strerror}")
 
@@ -517,14 +464,9 @@ class Session:
         self.die("closed")
 
     def __del__(self) -> None:
-        sock = getattr(self, "_socket", None)
-        if sock is not None:
-            sock.close()
-
-
-def _frame(request: pb.Request) -> bytes:
-    payload = request.SerializeToString()
-    return _LENGTH.pack(len(payload)) + payload
+        stream = getattr(self, "_stream", None)
+        if stream is not None:
+            stream.close()
 
 
 def _in_child() -> None:
@@ -537,7 +479,7 @@ def _in_child() -> None:
         session.forked = True
         session.dead = "made before a fork"
         session.lock = threading.Lock()
-        session._socket.close()
+        session._stream.close()
 
 
 os.register_at_fork(after_in_child=_in_child)

@@ -38,10 +38,13 @@ def keys_of(ns: Namespace, count: int) -> list[bytes]:
 
 
 def fill(ns: Namespace) -> list[bytes]:
-    """As many prefixes of one block as there are slots."""
+    """As many blocks as there are slots, in prefixes of 16, with no slot granted ahead."""
     keys = keys_of(ns, SIZE_BYTES // max(ns.block_bytes, 4096))
-    for i, key in enumerate(keys):
-        assert ns.put([key], block(i, ns.block_bytes)).stored == 1
+    for at in range(0, len(keys), 16):
+        with ns.reserve(16) as slots:
+            for i, view in enumerate(slots.views, at):
+                view[:] = block(i, ns.block_bytes)
+            assert slots.commit(keys[at : at + 16]).stored == 16
     assert ns.match(keys).blocks == len(keys)
     return keys
 
@@ -154,12 +157,15 @@ def test_a_put_is_refused_at_once_and_works_afterwards(node: RunningDaemon, situ
         result = eventually(lambda: stored(ns, keys, data), 5.0, "a put to succeed")
         assert result == 4
         assert ns.get(keys) == data
-    with Client(node.endpoint, name="sweeper") as sweeper:
-        for tenant in ("default", "other"):
-            with Client(node.endpoint, name="sweeper", tenant=tenant) as sweeper:
-                for name, size in (("pinned", BLOCK), ("leased", BLOCK), ("another size", 4096), ("victim", BLOCK)):
-                    sweeper.raw_namespace(name, size).clear()
-                sweeper.raw_namespace("other tenant", BLOCK).clear()
+    sweep(node)
+
+
+def sweep(node: RunningDaemon) -> None:
+    for tenant in ("default", "other"):
+        with Client(node.endpoint, name="sweeper", tenant=tenant) as sweeper:
+            for name, size in (("pinned", BLOCK), ("leased", BLOCK), ("another size", 4096), ("victim", BLOCK)):
+                sweeper.raw_namespace(name, size).clear()
+            sweeper.raw_namespace("other tenant", BLOCK).clear()
 
 
 def steady(client: Client) -> bool:

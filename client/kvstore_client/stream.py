@@ -1,0 +1,95 @@
+"""The socket under a session: frames out, replies and descriptors in, each with a deadline.
+
+Deadlines are the kernel's (SO_RCVTIMEO, SO_SNDTIMEO): a Python time-out costs a poll ahead
+of every send and receive. What goes wrong here is an OSError; BlockingIOError is "too late".
+"""
+
+import select
+import socket
+import struct
+
+from kvstored.v1 import DESCRIPTORS_MAX, FRAME_BYTES_MAX
+from kvstored.v1 import kvstore_pb2 as pb
+from kvstored.v1.errors import Unavailable
+
+POLLRDHUP = 0x2000
+"""Linux; not in Python's select."""
+
+RECEIVE_BYTES = 64 << 10
+REPLY_BYTES_MAX = 16 * FRAME_BYTES_MAX
+
+_LENGTH = struct.Struct("<I")
+_TIMEVAL = struct.Struct("ll")
+
+
+def frame(request: pb.Request) -> bytes:
+    """A request as it goes over the socket."""
+    payload = request.SerializeToString()
+    return _LENGTH.pack(len(payload)) + payload
+
+
+class Stream:
+    """A connection to the daemon's session socket."""
+
+    def __init__(self, path: str, timeout_s: float) -> None:
+        """Connects. Raises Unavailable that says what to do next."""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._buffer = bytearray()
+        try:
+            self.set_deadline(timeout_s)
+            self._socket.connect(path)
+        except OSError as e:
+            self._socket.close()
+            raise Unavailable(
+                f"no kvstored answers on unix://{path} ({e.strerror}); is it running? "
+                "Start `kvstored`, or name its socket with KVSTORED_ENDPOINT"
+            ) from e
+        self._descriptor = self._socket.fileno()
+
+    def set_deadline(self, seconds: float) -> None:
+        """How long a send or a receive may take from now on."""
+        value = _TIMEVAL.pack(*divmod(max(int(seconds * 1e6), 1), 1_000_000))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+
+    def send(self, frames: bytes) -> None:
+        """Sends all of it."""
+        self._socket.sendall(frames)
+
+    def receive(self, descriptors: list[int] | None) -> pb.Reply:
+        """The next reply; descriptors that come with it are appended to the list, if there is one."""
+        buffer = self._buffer
+        while True:
+            if len(buffer) >= 4:
+                (length,) = _LENGTH.unpack_from(buffer)
+                if length > REPLY_BYTES_MAX:
+                    raise OSError(f"an answer of {length} bytes")
+                if len(buffer) >= 4 + length:
+                    payload = bytes(buffer[4 : 4 + length])
+                    del buffer[: 4 + length]
+                    return pb.Reply.FromString(payload)
+            if descriptors is None:
+                data = self._socket.recv(RECEIVE_BYTES)
+            else:
+                data, more, _, _ = socket.recv_fds(self._socket, RECEIVE_BYTES, DESCRIPTORS_MAX)
+                descriptors.extend(more)
+            if not data:
+                raise OSError("the daemon closed it")
+            buffer += data
+
+    def hung_up(self) -> bool:
+        """Whether the other end is gone."""
+        poll = select.poll()
+        poll.register(self._descriptor, POLLRDHUP)
+        return bool(poll.poll(0))
+
+    def shut(self) -> None:
+        """Ends the connection for everybody who uses it; the descriptor stays until `close`."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # the other end was first
+
+    def close(self) -> None:
+        """Closes this process's descriptor, and nothing else (a forked child's way out)."""
+        self._socket.close()
