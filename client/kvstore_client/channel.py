@@ -33,7 +33,7 @@ FRAME_BYTES = 4 << 20
 """HTTP/2 frames that are taken; with gRPC's 16 KiB a Get of 2 MiB blocks is a tenth slower."""
 
 RECONNECT_FIRST_S, RECONNECT_MAX_S = 0.05, 0.5
-KEEPALIVE_S, KEEPALIVE_TIMEOUT_S = 5.0, 3.0
+KEEPALIVE_S, KEEPALIVE_TIMEOUT_S = 3.0, 5.0
 """A connection whose other end is gone without a word is given up after so long, and made anew."""
 
 T = TypeVar("T")
@@ -159,6 +159,7 @@ def _made(scheme: str, rest: str) -> Any:
         ("grpc.max_reconnect_backoff_ms", int(RECONNECT_MAX_S * 1000)),
         ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
         ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
+        ("grpc.http2.ping_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         # A connection of its own: channels of one target would share one, and its back-off, otherwise.

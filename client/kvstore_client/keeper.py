@@ -82,7 +82,8 @@ class Keeper:
                 session.on_attach = self._wake.set
                 try:
                     session.open(self._before)
-                except KVStoreError:
+                except KVStoreError as e:
+                    session.die(str(e))
                     if session.hello.nonce:  # it took over what was held, and the next must take that over from it
                         self._before = session
                     raise

@@ -190,7 +190,7 @@ class LocalTransport:
         session.count((), len(slots), len(keys) - len(slots), len(slots) * ns.block_bytes)
 
         def views() -> list[memoryview]:
-            return [view.toreadonly() for view in _views(session, slots, opened.slot_bytes, ns.block_bytes, hold)]
+            return _views(session, slots, opened.slot_bytes, ns.block_bytes, hold, writable=False)
 
         return Lease(views, len(slots))
 
@@ -209,15 +209,20 @@ class LocalTransport:
             self._keeper.wake()
             return PutResult(0, 0, len(blocks), e)
         existing = len(blocks) - len(todo)
-        if durable and not todo:
-            session.call(commit_request(opened.namespace_id, keys, [], [], hint, True, 0))
         if existing:
+            if not todo and session.hung_up():  # what was found is the index of a daemon that is gone
+                self._keeper.wake()
+                return PutResult(0, 0, len(blocks), Unavailable(session.dead))
             session.touched.append(tuple(keys))
+            if durable and not todo:
+                session.call(commit_request(opened.namespace_id, keys, [], [], hint, True, 0))
         stored, error = 0, None
         while todo and error is None:
             part, todo = todo[:COMMIT_BLOCKS], todo[COMMIT_BLOCKS:]
             done, known, error, left = self._put_part(session, ns, opened, keys, start, blocks, part, hint, durable)
             stored, existing, todo = stored + done, existing + known, left + todo
+        if isinstance(error, Unavailable):
+            existing = 0
         rejected = len(blocks) - stored - existing
         if isinstance(error, ResourceExhausted) and not stored and not existing:
             raise error
@@ -225,9 +230,16 @@ class LocalTransport:
 
     def _absent(self, session: Session, ns: Identity, keys: Sequence[bytes], start: int) -> list[int]:
         """Places in `keys` from `start` whose blocks are not there."""
-        index = self._index(session)
-        found = (index.find(keys[i]) for i in range(start, len(keys)))
-        return [i for i, entry in enumerate(found, start) if entry is None or entry[3] != ns.block_bytes]
+        index, length = self._index(session), ns.block_bytes
+        find = index.find
+        absent = []
+        for i in range(start, len(keys)):
+            entry = find(keys[i])
+            if entry is None or entry[3] != length:
+                absent.append(i)
+        if len(absent) < len(keys) - start and not index.current():
+            return self._absent(session, ns, keys, start)  # found in an index that had moved
+        return absent
 
     def _put_part(
         self,
@@ -288,7 +300,7 @@ class LocalTransport:
             raise
         uncommitted = [[slot] for slot in slots]
         views = [
-            _views(session, own, opened.slot_bytes, ns.block_bytes, session.write_hold(own))[0]
+            _views(session, own, opened.slot_bytes, ns.block_bytes, session.write_hold(own), writable=True)[0]
             for slot, own in zip(slots, uncommitted, strict=True)
         ]
 
@@ -393,19 +405,22 @@ def _slot_bytes(session: Session, slot: int, slot_bytes: int, block_bytes: int) 
     return mapping.bytes[offset : offset + block_bytes]
 
 
-def _views(session: Session, slots: list[int], slot_bytes: int, block_bytes: int, hold: Hold) -> list[memoryview]:
+def _views(
+    session: Session, slots: list[int], slot_bytes: int, block_bytes: int, hold: Hold, *, writable: bool
+) -> list[memoryview]:
     """Views of slots; each, and whatever is made from it, keeps the hold and the mapping alive.
 
     They are slices of one exporter a segment, made for this hold alone.
     """
     whole: dict[int, memoryview] = {}
-    for number in dict.fromkeys(map(shm.ref_segment, slots)):
+    for number in {slot >> 32 for slot in slots}:
         mapping = session.mapping(number)
         if mapping is None:
             raise Unavailable(f"segment {number} of a held slot is gone")
         exporter = mapping.exporter(0, mapping.size_bytes)
         exporter.hold = hold
-        whole[number] = memoryview(exporter).cast("B")
+        view = memoryview(exporter).cast("B")
+        whole[number] = view if writable else view.toreadonly()
     views = []
     for slot in slots:
         at = (slot & 0xFFFFFFFF) * slot_bytes

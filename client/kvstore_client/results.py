@@ -1,6 +1,7 @@
 """What calls answer and what they may be told besides."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.errors import InvalidArgument, KVStoreError
@@ -8,8 +9,7 @@ from kvstored.v1.errors import InvalidArgument, KVStoreError
 TIER_NAMES = {pb.TIER_GPU: "gpu", pb.TIER_HOST: "host", pb.TIER_SSD: "ssd", pb.TIER_REMOTE: "remote"}
 
 
-@dataclass(frozen=True)
-class Match:
+class Match(NamedTuple):
     """How many leading blocks are present, and in which tier each is at its fastest.
 
     A hint: nothing is pinned, and a `get_into` that follows may find fewer.
@@ -19,8 +19,7 @@ class Match:
     tiers: list[str]
 
 
-@dataclass(frozen=True)
-class PutResult:
+class PutResult(NamedTuple):
     """How many blocks were stored, were there already, and could not be stored.
 
     `error` is the reason of the last rejection: ResourceExhausted or Unavailable.

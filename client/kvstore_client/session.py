@@ -115,13 +115,16 @@ class Session:
                     before._forward = self
                 else:
                     before._abandoned = True
+            before.tell()  # what ended meanwhile
         self.refresh_index()
 
     def refresh_index(self) -> None:
         """Maps the tenant's index as it is now (it has moved, or this session is new)."""
         reply, descriptors = self._call_for_descriptors(pb.Request(index=pb.IndexRequest()))
         try:
-            self.index = IndexReader(descriptors[0], reply.index.size_bytes)
+            self.index = IndexReader(*descriptors, reply.index.size_bytes)
+        except (OSError, TypeError) as e:
+            raise self._no_memory(e) from e
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -137,11 +140,19 @@ class Session:
                     mapping = Mapping(descriptor, segment.size_bytes, writable=not self.hello.read_only)
                     self.mappings.setdefault(segment.id, mapping)
                     self.to_populate.append(mapping)
+            except (OSError, ValueError) as e:
+                raise self._no_memory(e) from e
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
         if wanted and self.on_attach is not None:
             self.on_attach()
+
+    @staticmethod
+    def _no_memory(e: Exception) -> Unavailable:
+        """This process has no descriptor left (the kernel drops those that find no place) or no address space."""
+        why = e.strerror if isinstance(e, OSError) else "it has too many files open"
+        return Unavailable(f"this process cannot map the memory of kvstored: {why}")
 
     def mapping(self, segment: int) -> Mapping | None:
         """The segment's mapping, attached at first sight; None where the tenant has no such segment."""
@@ -176,18 +187,18 @@ class Session:
         frames = self._waiting_frames() + own
         received: list[int] = []
         try:
-            if timeout_s is not None:
-                self._stream.set_deadline(timeout_s)
+            self._stream.set_deadline(timeout_s or self.timeout_s)
             self._stream.send(frames)
             reply = self._stream.receive(received if descriptors else None)
-            if timeout_s is not None:
-                self._stream.set_deadline(self.timeout_s)
         except (OSError, DecodeError) as e:
             for descriptor in received:
                 os.close(descriptor)
             late = isinstance(e, BlockingIOError)
             self.die(f"no answer within {timeout_s or self.timeout_s} s" if late else f"the connection broke: {e}")
             raise self._death() from e
+        if reply.id != request.id or reply.HasField("error"):
+            for descriptor in received:
+                os.close(descriptor)
         if reply.id != request.id:
             # A reply to nothing says why the daemon ends the connection.
             self.die(reply.error.message or f"answer {reply.id} to request {request.id}")
@@ -313,7 +324,7 @@ class Session:
         """Sends what waits, if nobody is in the middle of a call (who then sends it ahead of the next)."""
         if os.getpid() != self._pid:
             return
-        if self.lock.acquire(blocking=False):
+        while self.lock.acquire(blocking=False):
             try:
                 self._drain()
                 if self._forward is None and not self.dead:
@@ -323,6 +334,8 @@ class Session:
                     self._leave_if_free()
             finally:
                 self.lock.release()
+            if not self._ended or self.dead:
+                return  # else: something ended while we had the lock, and its finalizer could not tell
 
     def count_match(self, hits: int, misses: int) -> None:
         """Notes a match for the next message; it does not make blocks more recent (a probe keeps nothing)."""
@@ -344,7 +357,9 @@ class Session:
         """With the lock held: ended holds go where they can be told from, or are settled here if nobody must know."""
         if self._forward is not None:
             while self._ended:
-                self._forward._ended.append(self._ended.popleft())
+                number, slots = self._ended.popleft()
+                # One by one: a commit whose answer never arrived may have taken some, and an abort is all or nothing.
+                self._forward._ended.extend([(number, [slot]) for slot in slots] or [(number, slots)])
             self._forward.tell()
         elif self._abandoned:
             self._ended.clear()
@@ -441,6 +456,7 @@ class Session:
             self._leave_if_free()
         finally:
             self.lock.release()
+        self.tell()
 
     def unmap_unused(self) -> None:
         """Of a dead session: lets go of all memory but what views and puts still use.

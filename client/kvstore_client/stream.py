@@ -35,6 +35,7 @@ class Stream:
         """Connects. Raises Unavailable that says what to do next."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._buffer = bytearray()
+        self._deadline_s = 0.0
         try:
             self.set_deadline(timeout_s)
             self._socket.connect(path)
@@ -48,6 +49,9 @@ class Stream:
 
     def set_deadline(self, seconds: float) -> None:
         """How long a send or a receive may take from now on."""
+        if seconds == self._deadline_s:
+            return
+        self._deadline_s = seconds
         value = _TIMEVAL.pack(*divmod(max(int(seconds * 1e6), 1), 1_000_000))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
@@ -71,7 +75,8 @@ class Stream:
             if descriptors is None:
                 data = self._socket.recv(RECEIVE_BYTES)
             else:
-                data, more, _, _ = socket.recv_fds(self._socket, RECEIVE_BYTES, DESCRIPTORS_MAX)
+                flags = socket.MSG_CMSG_CLOEXEC  # or programs that are started meanwhile would have the memory too
+                data, more, _, _ = socket.recv_fds(self._socket, RECEIVE_BYTES, DESCRIPTORS_MAX, flags)
                 descriptors.extend(more)
             if not data:
                 raise OSError("the daemon closed it")

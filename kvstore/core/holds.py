@@ -31,7 +31,7 @@ NAMESPACES_MAX = 65536
 SESSIONS_MAX = 1024
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, repr=False)
 class Namespace:
     """Blocks of one identity within a tenant; all of one size."""
 
@@ -43,7 +43,7 @@ class Namespace:
     blocks: int = 0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True, repr=False)
 class Tenant:
     """Whose data may meet: one dict from key to row, one index, memory never shared with others."""
 
@@ -58,7 +58,7 @@ class Tenant:
     """Slots granted, quarantined or leased, each counted once."""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, repr=False)
 class Session:
     """One client's connection, or one gRPC call that writes."""
 

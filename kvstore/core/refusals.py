@@ -37,14 +37,14 @@ def tenant_limit(session: Session, segments: SegmentTable, slot_bytes: int) -> i
     return max(left // slot_bytes, 0 if tenant.held_bytes else 1)
 
 
-def above_limits(session: Session, segments: SegmentTable) -> str:
+def above_limits(session: Session, segments: SegmentTable, slot_bytes: int) -> str:
     """What to tell a session that may hold no more."""
     whole = segments.tenant_bytes(session.tenant.id)
     return (
         f"session {session.id} ({session.client}) holds {session.held_bytes} bytes of at most "
         f"{whole // holds.SESSION_SHARE}, all sessions of tenant {session.tenant.name!r} hold "
         f"{session.tenant.held_bytes} of at most {whole * holds.HELD_NUMERATOR // holds.HELD_DENOMINATOR}; "
-        "release leases (kvstore-cli stats shows who holds what)"
+        f"no room for a slot of {slot_bytes} more: release leases (kvstore-cli stats shows who holds what)"
     )
 
 

@@ -6,11 +6,12 @@ are those of the wire (kvstored.v1.errors), and a call that raises has changed n
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import takewhile
 from typing import NoReturn
 
 from kvstore.core import audit, holds, refusals
 from kvstore.core.block import HINTED, NONE, PINNED, SEALED, BlockTable
+from kvstore.core.counts import Counts
 from kvstore.core.evict import POLICIES, PoolOrder
 from kvstore.core.holds import INFINITY, Namespace, Session, Tenant
 from kvstore.core.room import Room
@@ -26,29 +27,6 @@ EXPIRE_STEP = 256
 PIN_TTL_S_MAX = 30 * 86400.0
 
 STORED, EXISTS, REJECTED = int(pb.STORED), int(pb.EXISTS), int(pb.REJECTED)
-
-
-@dataclass
-class Counts:
-    """What happened since the start; names as in the contract's `Counters`."""
-
-    stored: int = 0
-    existing: int = 0
-    rejected: int = 0
-    hits: int = 0
-    misses: int = 0
-    hit_bytes: int = 0
-    match_hits: int = 0
-    match_misses: int = 0
-    evicted: int = 0
-    evicted_inner: int = 0
-    evicted_orphans: int = 0
-    expired: int = 0
-    removed: int = 0
-    sessions_opened: int = 0
-    sessions_ended: int = 0
-    exhausted: int = 0
-    reservations_expired: int = 0
 
 
 class Store:
@@ -175,6 +153,7 @@ class Store:
                 segments.live[ref >> 32].sessions.add(heir.id)
             else:
                 segments.free_slot(ref)
+        ended: dict[int, int] = {}
         for ref, count in old.leased.items():
             kept = keep_leased.get(ref, 0)
             if kept and heir is not None:
@@ -184,7 +163,8 @@ class Store:
                 heir.leases += kept
                 segments.live[ref >> 32].sessions.add(heir.id)
             if count > kept:
-                self.tree.unlease(old.tenant, {ref: count - kept})
+                ended[ref] = count - kept
+        self.tree.unlease(old.tenant, ended)
         old.granted.clear()
         old.granted_of.clear()
         old.leased.clear()
@@ -292,13 +272,15 @@ class Store:
 
     def match(self, namespace: Namespace, keys: Sequence[bytes]) -> list[int]:
         """Rows of the leading run of `keys` that is present."""
-        rows = []
         get = namespace.tenant.rows.get
-        for key in keys:
-            row = get(key)
-            if row is None or self.table.namespace[row] != namespace.id:
-                break
-            rows.append(row)
+        if not keys or get(keys[0]) is None:
+            return []
+        found = list(map(get, keys))
+        end = found.index(None) if None in found else len(found)
+        rows = [row for row in found[:end] if row is not None]
+        of = self.table.namespace
+        if set(map(of.__getitem__, rows)) != {namespace.id}:
+            rows = list(takewhile(lambda row: of[row] == namespace.id, rows))
         return rows
 
     def acquire(self, session: Session, namespace: Namespace, keys: Sequence[bytes], now: float) -> list[int]:
@@ -310,7 +292,7 @@ class Store:
         refusals.check_leases(session, len(rows))
         place, leases, leased = self.table.place, self.table.leases, session.leased
         pool = self.pool(namespace)
-        refs = [place[row] for row in rows]
+        refs = list(map(place.__getitem__, rows))
         fresh = len(set(refs) - leased.keys())
         if fresh and fresh > refusals.own_limit(session, self.segments, pool.slot_bytes):
             self._refuse_hold(session, pool)
@@ -319,8 +301,11 @@ class Store:
             self._refuse_hold(session, pool)
         session.held_bytes += fresh * pool.slot_bytes
         session.leases += len(refs)
-        for ref in refs:
-            leased[ref] = leased.get(ref, 0) + 1
+        if fresh == len(refs):
+            leased.update(dict.fromkeys(refs, 1))
+        else:
+            for ref in refs:
+                leased[ref] = leased.get(ref, 0) + 1
         self.tree.lease(rows, namespace.tenant, pool)
         self.tree.touch(rows, now)
         return refs
@@ -335,9 +320,10 @@ class Store:
                 counted[ref] = 0
             for ref in refs:
                 counted[ref] += 1
-        for ref, count in counted.items():
-            if leased.get(ref, 0) < count:
-                raise InvalidArgument(f"slot {ref:#x} is not leased {count} times by this session")
+        if set(map(leased.get, counted)) != {1} or len(counted) < len(refs):
+            for ref, count in counted.items():
+                if leased.get(ref, 0) < count:
+                    raise InvalidArgument(f"slot {ref:#x} is not leased {count} times by this session")
         number, slot_bytes = -1, 0
         for ref, count in counted.items():
             if leased[ref] > count:
@@ -475,7 +461,7 @@ class Store:
         own = refusals.own_limit(session, self.segments, pool.slot_bytes) < 1
         tenant = session.tenant
         asked = [session] if own else [other for other in self.sessions.values() if other.tenant is tenant]
-        self._refuse(refusals.above_limits(session, self.segments), asked)
+        self._refuse(refusals.above_limits(session, self.segments, pool.slot_bytes), asked)
 
     def _refuse(self, why: str, asked: Iterable[Session]) -> NoReturn:
         """Memory is short: what was granted ahead is asked back, and this call gets nothing."""

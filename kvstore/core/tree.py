@@ -23,6 +23,9 @@ a commit at 4,096 blocks. The policy loses nothing: a parent is younger than its
 by their being there, and is compared with them only when the last of them is gone.
 """
 
+JUST_NOW_S = 0.02
+"""Uses closer together than this are one: what reads a chain again and again need not move it each time."""
+
 UNTIL_SLACK = 4096
 """Stale times kept beyond as many as there are live ones."""
 
@@ -123,6 +126,8 @@ class PrefixTree:
         """Marks rows and all they hang from as used now: deepest first, so that roots end up newest."""
         table = self.table
         used, place, parent = table.used, table.place, table.parent
+        if not rows or min(map(used.__getitem__, rows)) > now - JUST_NOW_S:
+            return
         recent = now - RECENT_S
         number = NONE
         order: PoolOrder | None = None
@@ -256,14 +261,15 @@ class PrefixTree:
             if ref >> 32 != number:
                 number = ref >> 32
                 segment, pool = self._at(number)
-            row = segment.row[ref & 0xFFFFFFFF]
+                row_of, slot_bytes = segment.row, pool.slot_bytes
+            row = row_of[ref & 0xFFFFFFFF]
             left = leases[row] - count
-            assert left >= 0, f"row {row}: more leases ended than it had"
+            assert left >= 0, "more leases ended than there were"
             leases[row] = left
             if left:
                 continue
             pool.leased -= 1
-            tenant.held_bytes -= pool.slot_bytes
+            tenant.held_bytes -= slot_bytes
             if state[row] != SEALED:
                 segment.held -= 1
                 self._last_release(row, ref, pool)

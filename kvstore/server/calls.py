@@ -68,9 +68,9 @@ def checked_keys(keys: Sequence[bytes]) -> Sequence[bytes]:
     if len(keys) > KEYS_MAX:
         raise InvalidArgument(f"{len(keys)} keys in one message; at most {KEYS_MAX}: split the call")
     keys = list(keys)
-    for key in keys:
-        if len(key) != KEY_BYTES:
-            raise InvalidArgument(f"key {keys.index(key)} has {len(key)} bytes; a key has {KEY_BYTES}")
+    if not set(map(len, keys)) <= {KEY_BYTES}:
+        wrong = next(i for i, key in enumerate(keys) if len(key) != KEY_BYTES)
+        raise InvalidArgument(f"key {wrong} has {len(keys[wrong])} bytes; a key has {KEY_BYTES}")
     return keys
 
 

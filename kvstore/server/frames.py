@@ -11,6 +11,7 @@ is read from that client (a client that stops reading stops itself, and only its
 import asyncio
 import contextlib
 import os
+import select
 import socket
 import struct
 from collections import deque
@@ -78,6 +79,12 @@ class Connection:
         self._out.append((memoryview(frame), descriptors or []))
         if len(self._out) == 1:
             self._flush()
+
+    def hung_up(self) -> bool:
+        """Whether the peer has closed its end, although frames of it may still wait here."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLRDHUP)
+        return bool(poll.poll(0))
 
     def refuse(self, reason: str, code: int = pb.INVALID_ARGUMENT) -> None:
         """Ends the connection; the peer's last frame says why, as an error in a reply to nothing (id 0)."""

@@ -6,6 +6,7 @@ reused process numbers: SO_PEERPIDFD (Linux 6.5) gives it straight from the sock
 that, pidfd_open on the peer's credentials.
 """
 
+import errno
 import os
 import select
 import socket
@@ -35,6 +36,10 @@ class Peer:
         poll.register(self.pidfd, select.POLLIN)
         return bool(poll.poll(0))
 
+    def same(self, other: "Peer") -> bool:
+        """Whether both are one process that lives; one without a number here (another PID namespace) is never known."""
+        return self.pid > 0 and self.pid == other.pid and self.pidfd >= 0 and not self.gone()
+
     def close(self) -> None:
         if self.pidfd >= 0:
             os.close(self.pidfd)
@@ -48,7 +53,10 @@ def peer_of(sock: socket.socket) -> Peer:
     try:
         pidfd = sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
         os.set_inheritable(pidfd, False)
-    except OSError:
+    except OSError as e:
+        if e.errno != errno.ENOPROTOOPT:
+            # The process is gone; by its number we might find another one.
+            return Peer(pid, uid, -1, f"no pidfd of process {pid}: {e.strerror}")
         if pid <= 0:
             return Peer(pid, uid, -1, "the process is in another PID namespace and this kernel has no SO_PEERPIDFD")
         try:

@@ -58,6 +58,8 @@ class ClientSession:
         self.server = server
         self.peer: Peer = peer_of(sock)
         self.session: Session | None = None
+        self.names: set[int] = set()
+        """Nonces by which a process may ask for this session again."""
         self.tasks: set[asyncio.Task[None]] = set()
         self.connection = Connection(sock, server.loop, self._frame, self._closed)
         self.leaving = False
@@ -164,6 +166,9 @@ class ClientSession:
             raise InvalidArgument(f"a client's name is at most {calls.NAME_BYTES_MAX} bytes")
         tenant = calls.tenant_named(node.store, hello.tenant)
         old = server.by_nonce.get(hello.resume.nonce) if hello.HasField("resume") else None
+        if old is not None and self.connection.hung_up():
+            # It waited in the socket until nobody waited for the answer; the next attempt must find the old session.
+            raise FailedPrecondition("who asks for the old session is gone")
         server.make_place()
         read_only = hello.read_only or self.peer.pidfd < 0
         session = node.store.open_session(
@@ -181,7 +186,9 @@ class ClientSession:
             node.store.end_session(session, process_gone=True)
             raise
         self.session = session
-        server.by_nonce[session.nonce] = self
+        # By its old name too: if this reply is lost, the client knows no other.
+        self.names = {session.nonce, hello.resume.nonce} if resumed else {session.nonce}
+        server.by_nonce.update(dict.fromkeys(self.names, self))
         self._hello_timer.cancel()
         log.info("session %s opened%s", self._name(), " again" if resumed else "")
         return pb.HelloReply(
@@ -201,12 +208,12 @@ class ClientSession:
         """Only the same process may take over what a session held."""
         was = old.session
         assert was is not None
-        if was.tenant is not heir.tenant or heir.read_only or old.peer.pid != self.peer.pid or old.peer.gone():
+        if was.tenant is not heir.tenant or heir.read_only or not old.peer.same(self.peer):
             return False
         self.server.node.store.resume(was, heir, resume.leased, resume.granted)
+        log.info("session %d is taken over by a new connection of process %d", was.id, self.peer.pid)
         old.session = None
-        self.server.by_nonce.pop(was.nonce, None)
-        old.connection.close("resumed by a new connection")
+        old.connection.close()
         old.forget()
         return True
 
@@ -250,9 +257,10 @@ class ClientSession:
 
     def forget(self) -> None:
         """Nothing of this client is left."""
-        if self.session is not None:
-            self.server.by_nonce.pop(self.session.nonce, None)
-            self.session = None
+        self.session = None
+        for nonce in self.names:
+            self.server.by_nonce.pop(nonce, None)
+        self.names.clear()
         if self.peer.pidfd >= 0:
             self.server.loop.remove_reader(self.peer.pidfd)
             self.peer.close()

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvstore.core import room
 from kvstore.core.holds import Namespace, Session
 from kvstore.core.segments import MakeSegment
 from kvstored.v1.errors import InvalidArgument, ResourceExhausted
@@ -14,6 +15,10 @@ def sizes(scene: Scene, count: int) -> list[Namespace]:
 
 def segments_of(scene: Scene, ns: Namespace) -> int:
     return len(scene.store.pool(ns).segments)
+
+
+def left(scene: Scene, keys: list[bytes]) -> list[bytes]:
+    return [keys[i] for i in scene.here(keys)]
 
 
 class TestSizes:
@@ -106,6 +111,40 @@ class TestSizes:
         scene.tick()
         assert scene.put([key_of("large")], ns=large) == 1
         assert pool.blocks == 6
+        scene.check()
+
+    def test_a_segment_of_many_blocks_is_emptied_in_bounded_steps(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """While the pool that gets it has something else to evict."""
+        monkeypatch.setattr(room, "EMPTY_BLOCKS", 3)
+        scene = Scene(32, 8)
+        small, large = scene.ns, scene.namespace("two", 2 * PAGE)
+        keys = chain("a", 24)
+        scene.put(keys)
+        scene.tick()
+        for i in range(4):
+            scene.put([key_of(f"large {i}")], ns=large)
+        gone: list[int] = []
+        while scene.store.room.moved == 0:
+            scene.tick()
+            before = len(scene.here(keys, small))
+            assert scene.put([key_of(f"large {len(gone)} more")], ns=large) == 1
+            gone.append(before - len(scene.here(keys, small)))
+            scene.check()
+        assert gone == [3, 3, 2]
+        assert scene.store.counts.evicted_orphans == 0, "children went before their parents"
+
+    def test_a_segment_that_another_size_has_just_got_is_not_taken_again(self) -> None:
+        """Its blocks are yet to come, so no use of it is known; it counts as just used."""
+        scene = Scene(16, 2)
+        scene.fill()
+        large, third = scene.namespace("large", 3 * PAGE), scene.namespace("third", 2 * PAGE)
+        scene.tick()
+        with pytest.raises(ResourceExhausted):
+            scene.reserve(1, large)
+        scene.run_jobs()
+        assert len(scene.reserve(1, third, scene.open())) == 1
+        assert scene.store.pool(large).slots == 1
+        assert len(scene.reserve(1, large)) == 1
         scene.check()
 
     def test_a_block_larger_than_a_segment_gets_one_of_its_own(self) -> None:
@@ -274,6 +313,21 @@ class TestTenants:
                 assert scene.put([key_of(f"turn {turn}")], ns=space, session=who) == 1
                 scene.check()
 
+    def test_what_another_tenant_holds_is_not_taken(self) -> None:
+        scene = Scene(16)
+        keys = scene.fill()
+        scene.acquire(keys[:1])
+        scene.store.pin(scene.ns, keys[1:3], 600.0, scene.now)
+        ns, session = self.other(scene)
+        for i in range(12):
+            scene.tick()
+            try:
+                scene.put([key_of(f"other {i}")], ns=ns, session=session)
+            except ResourceExhausted:
+                scene.run_jobs()
+            scene.check()
+        assert scene.here(keys)[:3] == [0, 1, 2]
+
     def test_a_segment_made_for_one_is_not_taken_by_who_comes_first(self) -> None:
         scene = Scene(16)
         scene.fill()
@@ -359,6 +413,18 @@ class TestWatermarks:
             scene.check()
         assert steps == [0, 10, 20, 30, 40, 50, 60]
         assert pool.free == 64
+
+    def test_once_down_at_the_low_mark_nothing_goes_until_the_high_one(self) -> None:
+        scene = Scene(256, 4)
+        keys = scene.fill()
+        assert scene.store.evict_step(0.9, 0.75, 10)
+        scene.store.remove(scene.ns, left(scene, keys)[:60])
+        assert not scene.store.evict_step(0.9, 0.75, 10)
+        evicted = scene.store.counts.evicted
+        scene.put([key_of(f"new {i}") for i in range(40)])
+        assert scene.store.pool(scene.ns).free == 30
+        assert not scene.store.evict_step(0.9, 0.75, 10)
+        assert scene.store.counts.evicted == evicted
 
     def test_nothing_goes_below_the_high_mark(self) -> None:
         scene = Scene(256, 4)

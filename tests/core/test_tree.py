@@ -104,8 +104,9 @@ def test_a_circle_that_a_hostile_client_offers_is_cut(length: int) -> None:
         scene.store.commit(scene.session, scene.ns, [key], scene.reserve(1), [keys[i - 1]], [i], scene.now)
         scene.check()
     scene.store.touch(scene.tenant, keys, scene.tick())
-    scene.fill()
-    scene.fill(name="again")
+    for i in range(64):
+        scene.tick()
+        scene.put([key_of(f"fill {i}")])
     assert scene.here(keys) == []
     scene.check()
 

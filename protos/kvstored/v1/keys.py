@@ -59,8 +59,9 @@ def name_key(digest: bytes, name: bytes) -> bytes:
 
 def check_keys(keys: Sequence[bytes]) -> None:
     """Raises InvalidArgument naming the first key that is not 32 bytes of `bytes`."""
-    for key in keys:
-        if type(key) is not bytes or len(key) != KEY_BYTES:
-            i = keys.index(key)
+    if set(map(type, keys)) <= {bytes} and set(map(len, keys)) <= {KEY_BYTES}:
+        return
+    for i, key in enumerate(keys):
+        if not isinstance(key, bytes) or len(key) != KEY_BYTES:
             got = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
             raise InvalidArgument(f"key {i} is {got}; a key is {KEY_BYTES} bytes (use Namespace.keys or key)")

@@ -1,0 +1,700 @@
+"""Rule 3: the end of a socket is not the end of a process, and a fork is not the client."""
+
+import contextlib
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tests.conftest
+from kvstore_client import Client, FailedPrecondition, InvalidArgument, Namespace, Unavailable
+from kvstored.v1 import PROTOCOL
+from kvstored.v1 import kvstore_pb2 as pb
+from tests.conftest import RunningDaemon, eventually
+from tests.nodes import block
+from tests.rules.processes import Program, exact, fill, names, pool, session, store, wait_for_loop
+from tests.wire import Wire
+
+BLOCK = 16 << 10
+
+Start = Callable[..., Program]
+
+
+@pytest.fixture
+def daemon(start_daemon: Callable[..., RunningDaemon]) -> RunningDaemon:
+    """4 MiB: 256 slots of 16 KiB."""
+    return start_daemon(host__size="4MiB")
+
+
+@pytest.fixture
+def ns(client: Client) -> Namespace:
+    return client.raw_namespace("rule 3", BLOCK)
+
+
+def held(client: Client) -> dict[str, int]:
+    """What is held of the test's slots, kind by kind."""
+    found = pool(client, BLOCK)
+    return {kind: found[kind] for kind in ("granted", "quarantined", "leased") if found[kind]}
+
+
+# -- a process that closes its socket and lives on
+
+RAW = """
+from kvstored.mapping import Mapping
+from kvstored.v1 import PROTOCOL
+from pathlib import Path
+wire = Wire(Path(sys.argv[1]), hello=False)
+hello = wire.call(hello=pb.HelloRequest(protocol=PROTOCOL, client="raw")).hello
+digest = bytes.fromhex(sys.argv[2])
+opened = wire.call(open_namespace=pb.OpenNamespaceRequest(digest=digest, block_bytes=16 << 10, label="raw"))
+number = opened.open_namespace.namespace_id
+slots = list(wire.call(reserve=pb.ReserveRequest(namespace_id=number, count=4)).reserve.slots)
+reply = wire.call(segments=pb.SegmentsRequest(ids=sorted({slot >> 32 for slot in slots}))).segments
+mapped = {s.id: Mapping(fd, s.size_bytes, writable=True) for s, fd in zip(reply.segments, wire.descriptors)}
+places = [mapped[slot >> 32].view((slot & 0xFFFFFFFF) * (16 << 10), 16 << 10) for slot in slots]
+keys = [bytes.fromhex(key) for key in sys.argv[3:]]
+leased = list(wire.call(acquire=pb.AcquireRequest(namespace_id=number, keys=keys)).acquire.slots) if keys else []
+say(hello.nonce, *slots, *leased)
+"""
+
+CLOSER = (
+    RAW
+    + """
+hear()
+wire.close()
+say("closed")
+while hear() == "write":
+    for place in places:
+        place[:] = b"\\xee" * (16 << 10)
+    say("written")
+"""
+)
+
+
+def start_raw(start: Start, daemon: RunningDaemon, text: str, ns: Namespace, keys: list[bytes]) -> tuple[Program, Any]:
+    """A client that speaks for itself, with 4 slots to write to and leases on these blocks: its nonce and slots."""
+    program = start(text, daemon.socket, ns.digest.hex(), *[key.hex() for key in keys])
+    nonce, *slots = map(int, program.hear().split())
+    return program, (nonce, slots[:4], slots[4:])
+
+
+def test_slots_of_a_process_that_closed_its_socket_are_not_reused_while_it_lives(
+    daemon: RunningDaemon, client: Client, ns: Namespace, start_program: Start
+) -> None:
+    keys = store(ns, names("leased", 2))
+    closer, _ = start_raw(start_program, daemon, CLOSER, ns, keys)
+    eventually(lambda: held(client) == {"granted": 4, "leased": 2}, 5, "only the closer to hold slots")
+    assert closer.ask("close") == "closed"
+    eventually(lambda: held(client) == {"quarantined": 4, "leased": 2}, 5, "the quarantine")
+    ended = session(client, "raw")
+    assert ended is not None
+    assert ended["ended"]
+    others = fill(client, ns, "others")
+    wait_for_loop(client, "expire", 3)
+    assert closer.ask("write") == "written"
+    assert pool(client, BLOCK)["quarantined"] == 4
+    assert exact(ns, others) > 128
+    assert exact(ns, keys) == 2, "leased blocks of an ended session stay too"
+    closer.say("end")
+    assert closer.finish() == 0
+    eventually(lambda: session(client, "raw") is None, 5, "the session to be forgotten with its process")
+    assert "quarantined" not in held(client)
+    assert "leased" not in held(client)
+
+
+def test_an_ended_session_holds_its_share_of_the_limits(
+    daemon: RunningDaemon, client: Client, ns: Namespace, start_program: Start
+) -> None:
+    """What is quarantined is not there: it counts as held until the process is gone."""
+    closer, _ = start_raw(start_program, daemon, CLOSER, ns, [])
+    closer.ask("close")
+    eventually(lambda: held(client).get("quarantined") == 4, 5, "the quarantine")
+    found = session(client, "raw")
+    assert found is not None
+    assert found["held_bytes"] == 4 * BLOCK
+    closer.kill()
+    eventually(lambda: session(client, "raw") is None, 5, "the session to be forgotten")
+
+
+SHUTTER = """
+import socket
+client = Client(sys.argv[1], name="shutter")
+ns = client.raw_namespace("rule 3", 16 << 10)
+keys = [ns.key(b"shut %d" % i) for i in range(4)]
+ns.put(keys[:2], [block(key, 16 << 10) for key in keys[:2]])
+lease = ns.acquire(keys[:2])
+views = lease.views
+slots = ns.reserve(2)
+say("holding")
+hear()
+for number in os.listdir("/proc/self/fd"):
+    try:
+        if os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
+            socket.socket(fileno=os.dup(int(number))).shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass
+for view in slots.views:
+    view[:] = b"\\xee" * (16 << 10)
+say("shut")
+hear()
+try:
+    slots.commit(keys, start=2)
+    say("stored")
+except Unavailable:
+    say("refused")
+hear()
+say([bytes(view) == block(key, 16 << 10) for view, key in zip(views, keys)])
+del slots
+say(ns.put(keys, [block(key, 16 << 10) for key in keys]).stored)
+hear()
+lease.release()
+views.clear()
+del view
+say("released")
+hear()
+"""
+
+
+def test_a_client_whose_connection_breaks_attaches_again_with_all_it_holds(
+    daemon: RunningDaemon, client: Client, ns: Namespace, start_program: Start
+) -> None:
+    shutter = start_program(SHUTTER, daemon.endpoint)
+    assert shutter.hear() == "holding"
+    before = session(client, "shutter")
+    assert before is not None
+    assert shutter.ask("shut") == "shut"
+    eventually(lambda: (session_again(client, "shutter", before["id"]) or {}).get("leased_slots") == 2, 10, "a resume")
+    again = session_again(client, "shutter", before["id"])
+    assert again is not None
+    assert again["granted_slots"] == 2
+    others = fill(client, ns, "others")
+    assert "quarantined" not in held(client)
+    assert shutter.ask("commit") == "refused", "a half-written reservation does not outlive its session"
+    eventually(lambda: (session(client, "shutter") or {})["granted_slots"] == 0, 5, "the slots to go back")
+    assert shutter.ask("check") == "[True, True]"
+    assert int(shutter.hear()) >= 2
+    assert exact(ns, others) > 128
+    assert shutter.ask("release") == "released"
+    eventually(lambda: (session(client, "shutter") or {})["leased_slots"] == 0, 5, "the leases to end")
+    shutter.say("end")
+    assert shutter.finish() == 0
+
+
+def session_again(client: Client, name: str, before: int) -> dict[str, Any] | None:
+    """The session of that name that is not the one from before."""
+    found = [s for s in client.stats()["sessions"] if s["client"] == name and s["id"] != before]
+    return found[0] if found else None
+
+
+# -- forks
+
+FORKER = """
+import gc, multiprocessing, threading
+client = Client(sys.argv[1], name="parent")
+how = sys.argv[2]
+ns = client.raw_namespace("rule 3", 16 << 10)
+keys = [ns.key(b"fork %d" % i) for i in range(10)]
+ns.put(keys[:4], [block(key, 16 << 10) for key in keys[:4]])
+lease = ns.acquire(keys[:2])
+views = lease.views
+slots = ns.reserve(2)
+out = np.empty(16 << 10, np.uint8)
+
+def in_the_child():
+    refused = 0
+    calls = [
+        lambda: ns.match(keys), lambda: ns.get_into(keys[:1], out), lambda: ns.get(keys[:1]),
+        lambda: ns.put(keys[4:5], out), lambda: ns.acquire(keys), lambda: ns.reserve(1), lambda: ns.remove(keys),
+        lambda: ns.pin(keys, ttl_s=1), lambda: ns.unpin(keys), lambda: ns.clear(), lambda: client.stats(),
+        lambda: client.health(), lambda: client.raw_namespace("other", 4096),
+        lambda: slots.commit(keys[:6], start=4),
+    ]
+    for call in calls:
+        try:
+            call()
+            say("answered", call.__code__.co_firstlineno)
+        except FailedPrecondition as e:
+            assert "fork" in str(e) or "committed" in str(e), e
+            refused += 1
+    memory = open("/proc/self/maps").read()
+    assert "/memfd:kvstored" not in memory, "the child has the slab mapped"
+    sockets = sum(os.readlink(f"/proc/self/fd/{n}").startswith("socket:") for n in os.listdir("/proc/self/fd") if
+                  os.path.exists(f"/proc/self/fd/{n}"))
+    assert sockets == 0, "the child has its parent's socket"
+    client.close()
+    with Client(sys.argv[1], name="child") as own:
+        mine = own.raw_namespace("rule 3", 16 << 10)
+        right = [mine.get([key]) == [block(key, 16 << 10)] for key in keys[:4]]
+        mine.put(keys[8:9], block(keys[8], 16 << 10))
+    say("child", refused, len(calls), right.count(True))
+
+if how == "multiprocessing":
+    process = multiprocessing.get_context("fork").Process(target=in_the_child)
+    process.start()
+    process.join(60)
+    say("status", process.exitcode)
+else:
+    pid = os.fork()
+    if not pid:
+        in_the_child()
+        globals().clear() if how == "forgets" else None
+        if how == "_exit":
+            os._exit(0)
+        raise SystemExit(0)
+    say("status", os.waitpid(pid, 0)[1])
+hear()
+for view, key in zip(slots.views, keys[4:6]):
+    view[:] = block(key, 16 << 10)
+say(slots.commit(keys[:6], start=4).stored)
+say([bytes(view) == block(key, 16 << 10) for view, key in zip(views, keys)])
+say(ns.get_into(keys[8:9], out), client.health().healthy)
+hear()
+"""
+
+
+@pytest.mark.parametrize("how", ["_exit", "exit", "forgets", "multiprocessing"])
+def test_a_forked_child_has_no_part_in_the_session_and_does_not_disturb_it(
+    daemon: RunningDaemon, client: Client, ns: Namespace, start_program: Start, how: str
+) -> None:
+    forker = start_program(FORKER, daemon.endpoint, how)
+    assert forker.hear() == "child 14 14 4"
+    assert forker.hear() == "status 0"
+    parent = session(client, "parent")
+    assert parent is not None
+    assert not parent["ended"]
+    assert parent["pid"] == forker.pid
+    assert parent["leased_slots"] == 2
+    assert parent["granted_slots"] >= 2
+    assert session(client, "child") is None
+    fill(client, ns, "others")
+    key = ns.key(b"fork 8")
+    ns.put([key], block(key, BLOCK))
+    assert forker.ask("go on") == "2"
+    assert forker.hear() == "[True, True]"
+    assert forker.hear() == "1 True"
+    assert client.stats()["counters"]["protocol_errors"] == 0
+    forker.say("end")
+    assert forker.finish() == 0
+    eventually(lambda: session(client, "parent") is None, 5, "the session to end with the parent")
+
+
+def test_a_parent_that_dies_before_its_forked_child_is_dead_for_the_daemon(
+    daemon: RunningDaemon, client: Client, ns: Namespace, start_program: Start
+) -> None:
+    """The child inherits neither mapping nor socket, so nothing of the parent lives on."""
+    store(ns, names("any", 1))
+    parent = start_program(
+        """
+client = Client(sys.argv[1], name="parent")
+ns = client.raw_namespace("rule 3", 16 << 10)
+slots = ns.reserve(3)
+pid = os.fork()
+if not pid:
+    say("child")
+    hear()
+    os._exit(0)
+os.waitpid(pid, 0)
+""",
+        daemon.endpoint,
+    )
+    assert parent.hear() == "child"
+    found = session(client, "parent")
+    assert found is not None
+    assert found["granted_slots"] == 3
+    parent.process.kill()
+    parent.process.wait(20)
+    eventually(lambda: session(client, "parent") is None, 5, "the session to end with the parent")
+    parent.say("end")
+
+
+# -- a socket in other hands
+
+
+def test_a_session_ends_with_the_process_that_opened_it_whoever_has_its_socket(
+    daemon: RunningDaemon, client: Client, ns: Namespace, start_program: Start
+) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        text = (
+            RAW
+            + """
+import socket
+with socket.socket(fileno=os.open("/proc/%s/fd/%s" % tuple(sys.argv[1:1]), os.O_RDWR)) if False else wire._socket as s:
+    hear()
+    courier = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    courier.connect("\\0" + hear())
+    socket.send_fds(courier, [b"!"], [s.fileno()])
+say("passed on")
+hear()
+"""
+        )
+        opener, _ = start_raw(start_program, daemon, text, ns, [])
+        address = f"kvstored-test-{os.getpid()}"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind("\0" + address)
+            listener.listen(1)
+            listener.settimeout(20)
+            opener.say("pass it on")
+            opener.say(address)
+            courier, _ = listener.accept()
+            with courier:
+                _, (descriptor,), _, _ = socket.recv_fds(courier, 1, 1)
+        assert opener.hear() == "passed on"
+        with Wire(daemon.socket, hello=False) as wire:
+            wire._socket.close()
+            wire._socket = socket.socket(fileno=descriptor)
+            wire._socket.settimeout(10)
+            wire._last_id = 1000
+            found = [s for s in wire.call(stats=pb.StatsRequest()).stats.sessions if s.client == "raw"]
+            assert [s.pid for s in found] == [opener.pid], "the session is that of who opened it"
+            assert found[0].granted_slots == 4
+            opener.kill()
+            assert wire.receive() is None, "the daemon hangs up when the opener is gone"
+    eventually(lambda: session(client, "raw") is None, 5, "the session to end")
+    assert "granted" not in held(client)
+    assert "quarantined" not in held(client)
+
+
+# -- processes that cannot be watched
+
+NO_PIDFD = f"""#!{sys.executable}
+import os
+import kvstore.server.peer as peer
+from kvstore.cli.entry import kvstored
+
+def no_pidfd(pid, flags=0):
+    raise OSError(1, "Operation not permitted")
+
+peer.SO_PEERPIDFD = 9999  # an option that no kernel has
+os.pidfd_open = no_pidfd
+kvstored()
+"""
+
+
+@pytest.fixture
+def blind_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningDaemon]:
+    """A daemon on a system where it cannot watch the processes of its clients."""
+    program = tmp_path / "kvstored"
+    program.write_text(NO_PIDFD)
+    program.chmod(0o700)
+    monkeypatch.setattr(tests.conftest, "KVSTORED", program)
+    with tempfile.TemporaryDirectory(prefix="kvstored-test-") as directory:
+        daemon = RunningDaemon(Path(directory), {"server.grpc": "127.0.0.1:0", "host.size": "4MiB"})
+        try:
+            yield daemon
+        finally:
+            daemon.kill()
+
+
+def test_a_process_that_cannot_be_watched_may_only_read(blind_daemon: RunningDaemon) -> None:
+    with (
+        Client(blind_daemon.grpc_endpoint, name="writer") as writer,
+        Client(blind_daemon.endpoint, name="reader") as reader,
+    ):
+        ns, mine = (c.raw_namespace("rule 3", BLOCK) for c in (writer, reader))
+        keys = store(ns, names("streamed", 8))
+        assert mine.match(keys[:1]).blocks == 1
+        assert exact(mine, keys) == 8
+        for call in (
+            lambda: mine.put([mine.key(b"new")], bytes(BLOCK)),
+            lambda: mine.acquire(keys[:1]),
+            lambda: mine.reserve(1),
+        ):
+            with pytest.raises(FailedPrecondition, match="read-only"):
+                call()
+        found = session(reader, "reader")
+        assert found is not None
+        assert found["read_only"]
+        assert found["held_bytes"] == 0
+        with Wire(blind_daemon.socket, hello=False) as wire:
+            hello = wire.call(hello=pb.HelloRequest(protocol=PROTOCOL)).hello
+            assert hello.read_only
+            assert "no pidfd" in hello.read_only_reason
+            segments = range(1, 8)
+            wire.call(segments=pb.SegmentsRequest(ids=segments))
+            assert wire.descriptors
+            for descriptor in wire.descriptors:
+                assert os.get_blocking(descriptor) in (True, False)
+                with pytest.raises(OSError, match="Bad file descriptor"):
+                    os.pwrite(descriptor, b"x", 0)
+        fill(writer, ns, "others")
+        assert exact(mine, keys) < 8
+
+
+def test_a_reader_that_cannot_be_watched_is_forgotten_when_it_leaves(blind_daemon: RunningDaemon) -> None:
+    with Client(blind_daemon.endpoint, name="watch") as watch:
+        for _ in range(3):
+            with Client(blind_daemon.endpoint, name="reader") as reader:
+                reader.raw_namespace("rule 3", BLOCK)
+        assert session(watch, "reader") is None
+
+
+# -- a daemon that does not answer
+
+
+@pytest.fixture
+def hasty(daemon: RunningDaemon) -> Iterator[Client]:
+    """A client that waits for nobody longer than 0.4 s."""
+    with Client(daemon.endpoint, name="hasty", timeout_s=0.4) as client:
+        yield client
+
+
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    took = time.monotonic() - began
+    assert took <= seconds, f"took {took:.2f} s"
+
+
+def test_calls_to_a_daemon_that_stands_still_end_in_time_and_the_client_resumes(
+    daemon: RunningDaemon, client: Client, ns: Namespace, hasty: Client
+) -> None:
+    mine = hasty.raw_namespace("rule 3", BLOCK)
+    keys = store(mine, names("before", 4))
+    lease = mine.acquire(keys[:2])
+    views = lease.views
+    slots = mine.reserve(2)
+    daemon.pause()
+    out = np.empty(BLOCK, np.uint8)
+    with within(0.1):
+        assert mine.get_into(keys[:1], out) == 1, "reads need no daemon"
+    new = [mine.key(name) for name in names("new", 8)]
+    with within(1.0):
+        result = mine.put(new, [block(key, BLOCK) for key in new])
+    assert (result.stored, result.rejected) == (0, 8)
+    assert isinstance(result.error, Unavailable)
+    for call in (lambda: mine.remove(keys), hasty.stats, lambda: mine.pin(keys, ttl_s=1), lambda: mine.reserve(1)):
+        with within(1.5), pytest.raises(Unavailable):
+            call()
+    with within(1.5):
+        assert not hasty.health().reachable
+    assert mine.get_into(keys[:1], out) == 0
+    assert len(mine.acquire(keys)) == 0
+    eventually_failed_again(hasty)
+    daemon.resume()
+    eventually(lambda: hasty.health().reachable, 10, "the client to be back")
+    # All that it holds is with the new session: nothing is left behind until the process ends.
+    eventually(lambda: len(sessions(client, "hasty")) == 1, 5, "one session to be left")
+    (found,) = sessions(client, "hasty")
+    assert found["leased_slots"] == 2
+    assert found["granted_slots"] == 2
+    assert "quarantined" not in held(client)
+    others = fill(client, ns, "others")
+    for view, key in zip(views, keys, strict=False):
+        assert bytes(view) == block(key, BLOCK)
+    for view in slots.views:
+        view[:] = b"\xee" * BLOCK
+    assert exact(ns, others) > 128
+    slots.abort()
+    lease.release()
+    del view, views
+    (found,) = sessions(hasty, "hasty")
+    assert (found["leased_slots"], found["granted_slots"]) == (0, 0)
+    assert mine.put(new, [block(key, BLOCK) for key in new]).rejected == 0
+
+
+def sessions(client: Client, name: str) -> list[dict[str, Any]]:
+    return [s for s in client.stats()["sessions"] if s["client"] == name]
+
+
+def eventually_failed_again(client: Client) -> None:
+    """Until the client has tried to attach again more than once, and got no answer."""
+    keeper = client._transport._keeper  # type: ignore[attr-defined]
+    before = keeper._failures
+    eventually(lambda: keeper._failures >= before + 2, 10, "further attempts to connect")
+
+
+def test_slots_that_a_put_is_writing_to_stay_its_own_while_the_client_attaches_again(
+    daemon: RunningDaemon, client: Client, ns: Namespace, hasty: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = hasty.raw_namespace("rule 3", BLOCK)
+    keys = [mine.key(name) for name in names("slow", 4)]
+    copying, go_on = threading.Event(), threading.Event()
+    copyto = np.copyto
+
+    def slow_copyto(target: Any, source: Any, *more: Any) -> None:
+        if threading.current_thread().name == "slow put":
+            copyto(target[:4096], source[:4096])
+            copying.set()
+            assert go_on.wait(60)
+        copyto(target, source, *more)
+
+    monkeypatch.setattr(np, "copyto", slow_copyto)
+    results: list[Any] = []
+    put = threading.Thread(
+        target=lambda: results.append(mine.put(keys, [bytes([0xEE]) * BLOCK] * 4)), name="slow put", daemon=True
+    )
+    put.start()
+    assert copying.wait(20)
+    (before,) = sessions(client, "hasty")
+    assert before["granted_slots"] == 4
+    daemon.pause()
+    with pytest.raises(Unavailable):
+        hasty.stats()
+    eventually_failed_again(hasty)
+    daemon.resume()
+    eventually(lambda: hasty.health().reachable, 10, "the client to be back")
+    eventually(lambda: len(sessions(client, "hasty")) == 1, 5, "one session to be left")
+    (after,) = sessions(client, "hasty")
+    assert after["id"] != before["id"]
+    assert after["granted_slots"] == 4
+    others = fill(client, ns, "others")
+    go_on.set()
+    put.join(20)
+    (result,) = results
+    assert (result.stored, result.rejected) == (0, 4)
+    assert isinstance(result.error, Unavailable)
+    assert exact(ns, others) > 128
+    eventually(lambda: sessions(client, "hasty")[0]["granted_slots"] == 0, 5, "its slots to go back")
+    assert mine.match(keys).blocks == 0
+
+
+# -- Resume in the wrong hands
+
+
+def resume(wire: Wire, nonce: int, leased: list[int], granted: list[int]) -> pb.HelloReply:
+    request = pb.Resume(nonce=nonce, leased=leased, granted=granted)
+    return wire.call(hello=pb.HelloRequest(protocol=PROTOCOL, client="heir", resume=request)).hello
+
+
+WAITS = RAW + 'hear()\nwire.close()\nsay("closed")\nhear()\n'
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_another_process_cannot_take_over_a_session(
+    daemon: RunningDaemon, client: Client, ns: Namespace, start_program: Start, closed: bool
+) -> None:
+    keys = store(ns, names("leased", 2))
+    victim, (nonce, granted, leased) = start_raw(start_program, daemon, WAITS, ns, keys)
+    if closed:
+        victim.ask("close")
+        eventually(lambda: held(client).get("quarantined") == 4, 5, "the quarantine")
+    before = session(client, "raw")
+    with Wire(daemon.socket, hello=False) as thief:
+        assert not resume(thief, nonce, leased, granted).resumed
+        with pytest.raises(FailedPrecondition, match="not granted"):
+            commit = pb.CommitRequest(
+                namespace_id=1, keys=[bytes([1]) * 32], slots=granted[:1], parents=[b""], depths=[0]
+            )
+            thief.call(commit=commit)
+        with pytest.raises(InvalidArgument):
+            thief.call(release=pb.ReleaseRequest(slots=leased))
+        with pytest.raises(InvalidArgument):
+            thief.call(abort=pb.AbortRequest(slots=granted))
+    after = session(client, "raw")
+    assert before is not None
+    assert after is not None
+    for what in ("granted_slots", "leased_slots", "held_bytes", "ended"):
+        assert after[what] == before[what]
+
+
+def test_a_nonce_that_nobody_has_resumes_nothing(daemon: RunningDaemon, client: Client) -> None:
+    with Wire(daemon.socket, hello=False) as wire:
+        assert not resume(wire, 12345, [1 << 32], [1 << 32 | 1]).resumed
+        assert wire.call(stats=pb.StatsRequest()).stats.sessions[-1].held_bytes == 0
+    with Wire(daemon.socket, hello=False) as wire:
+        assert not resume(wire, 0, [], []).resumed
+
+
+@pytest.fixture
+def opened(daemon: RunningDaemon, ns: Namespace) -> Iterator[tuple[Wire, int, list[int], list[int]]]:
+    """A session of this process: its socket, nonce, 3 slots to write to and 2 leased ones."""
+    keys = store(ns, names("leased", 2))
+    with Wire(daemon.socket, hello=False) as wire:
+        nonce = wire.call(hello=pb.HelloRequest(protocol=PROTOCOL, client="old")).hello.nonce
+        number = wire.call(
+            open_namespace=pb.OpenNamespaceRequest(digest=ns.digest, block_bytes=BLOCK, label="old")
+        ).open_namespace.namespace_id
+        granted = list(wire.call(reserve=pb.ReserveRequest(namespace_id=number, count=3)).reserve.slots)
+        leased = list(wire.call(acquire=pb.AcquireRequest(namespace_id=number, keys=keys)).acquire.slots)
+        yield wire, nonce, granted, leased
+
+
+Opened = tuple[Wire, int, list[int], list[int]]
+
+
+def test_slots_that_were_never_held_cannot_be_resumed_and_nothing_changes(
+    daemon: RunningDaemon, client: Client, opened: Opened
+) -> None:
+    wire, nonce, granted, leased = opened
+    sessions_before = len(client.stats()["sessions"])
+    for too_much in ([*leased, leased[0]], [granted[0]], [1 << 40], [(1 << 64) - 1]):
+        with Wire(daemon.socket, hello=False) as heir:
+            with pytest.raises(InvalidArgument, match="did not hold slot"):
+                resume(heir, nonce, too_much, granted)
+            with pytest.raises(FailedPrecondition, match="first request of a session is Hello"):
+                heir.call(health=pb.HealthRequest())
+    assert wire.call(health=pb.HealthRequest()).health.healthy, "the old session goes on"
+    assert len(client.stats()["sessions"]) == sessions_before
+    found = session(client, "old")
+    assert found is not None
+    assert (found["granted_slots"], found["leased_slots"], found["ended"]) == (3, 2, False)
+
+
+def test_what_is_not_named_is_freed_and_what_was_never_granted_is_passed_over(
+    daemon: RunningDaemon, client: Client, opened: Opened
+) -> None:
+    wire, nonce, granted, leased = opened
+    with Wire(daemon.socket, hello=False) as heir:
+        assert resume(heir, nonce, leased[:1], [granted[0], granted[0] + 1000, 1 << 50]).resumed
+        assert wire.receive() is None, "the old socket is hung up"
+        found = session(client, "heir")
+        assert found is not None
+        assert (found["granted_slots"], found["leased_slots"], found["ended"]) == (1, 1, False)
+        assert session(client, "old") is None
+        assert pool(client, BLOCK)["leased"] == 1
+        heir.call(abort=pb.AbortRequest(slots=granted[:1]))
+        heir.call(release=pb.ReleaseRequest(slots=leased[:1]))
+
+
+def test_a_session_is_resumed_by_its_old_name_when_the_answer_with_the_new_one_never_arrived(
+    daemon: RunningDaemon, client: Client, opened: Opened
+) -> None:
+    """A client that gave up waiting for Hello's reply knows no other name of its session than the first."""
+    wire, nonce, granted, leased = opened
+    wire.close()
+    for _ in range(3):
+        with Wire(daemon.socket, hello=False) as lost:
+            assert resume(lost, nonce, leased, granted).resumed  # and this reply is the one that gets lost
+    with Wire(daemon.socket, hello=False) as heir:
+        assert resume(heir, nonce, leased, granted).resumed
+        (found,) = sessions(client, "heir")
+        assert (found["granted_slots"], found["leased_slots"]) == (3, 2)
+        assert "quarantined" not in held(client)
+        heir.call(abort=pb.AbortRequest(slots=granted))
+        heir.call(release=pb.ReleaseRequest(slots=leased))
+    eventually(lambda: held(client) == {}, 5, "all of it to be free")
+
+
+def test_a_hello_whose_sender_has_hung_up_takes_nothing_over(
+    daemon: RunningDaemon, client: Client, opened: Opened
+) -> None:
+    """It lay in the socket of a daemon that stood still, and whoever sent it has attached by another one since."""
+    wire, nonce, granted, leased = opened
+    client.stats()
+    daemon.pause()
+    with Wire(daemon.socket, hello=False) as heir:
+        request = pb.Resume(nonce=nonce, leased=leased, granted=granted)
+        heir.post(1, hello=pb.HelloRequest(protocol=PROTOCOL, client="heir", resume=request))
+        for _ in range(3):
+            with Wire(daemon.socket, hello=False) as stale:
+                stale.post(1, hello=pb.HelloRequest(protocol=PROTOCOL, client="stale", resume=request))
+        daemon.resume()
+        reply = heir.receive()
+        assert reply is not None
+        assert reply.hello.resumed
+        assert heir.call(health=pb.HealthRequest()).health.healthy, "its socket is open"
+        eventually(lambda: not sessions(client, "stale"), 5, "nothing of the stale ones to be left")
+        (found,) = sessions(client, "heir")
+        assert (found["granted_slots"], found["leased_slots"], found["ended"]) == (3, 2, False)
+        heir.call(abort=pb.AbortRequest(slots=granted))
+        heir.call(release=pb.ReleaseRequest(slots=leased))
