@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.local import DISTINCT, Arena
+from bench.local import DISTINCT, Arena, slab_memory
 from bench.measure import Row
 from kvstore_client import Client
 
@@ -66,6 +66,7 @@ def _phase(pipes: list[Any], kind: str, batch: int) -> list[dict[str, Any]]:
 
 
 def _client(pipe: Any, endpoint: str, number: int) -> None:
+    """One of the sixteen. Its plain copies go to the slots of its first put, in phases in which nobody stores."""
     arena = Arena(BLOCK_BYTES)
     with Client(endpoint, name=f"bench-{number}", timeout_s=30) as client:
         ns = client.raw_namespace("bench-crowd", BLOCK_BYTES)
@@ -73,21 +74,22 @@ def _client(pipe: Any, endpoint: str, number: int) -> None:
         commits: list[float] = []
         _time_commits(client, commits)
         ns.put(keys, arena.source)
+        slab = slab_memory(client, keys, BLOCK_BYTES)
         ns.get_into(keys, arena.target)
-        ns.remove(keys)
         pipe.send("ready")
         while True:
             kind, batch, start = pipe.recv()
             commits.clear()
+            ns.remove(keys)
             while time.monotonic() < start:
                 pass
             done, until, at = 0, start + PHASE_S, 0
             while time.monotonic() < until:
                 part = slice(at, at + batch)
                 if kind == "memcpy":
-                    for target, source in zip(arena.shared[part], arena.source[part], strict=True):
+                    for target, source in zip(slab[part], arena.source[part], strict=True):
                         np.copyto(target, source)
-                    for target, source in zip(arena.target[part], arena.shared[part], strict=True):
+                    for target, source in zip(arena.target[part], slab[part], strict=True):
                         np.copyto(target, source)
                 else:
                     assert ns.put(keys[part], arena.source[part]).stored == batch
@@ -96,7 +98,6 @@ def _client(pipe: Any, endpoint: str, number: int) -> None:
                 at = (at + batch) % DISTINCT
                 if at == 0 and kind == "store":
                     ns.remove(keys)
-            ns.remove(keys)
             assert kind == "memcpy" or np.array_equal(arena.target[0], arena.source[0]), "a wrong byte"
             pipe.send({"bytes": done, "commits": list(commits)})
 

@@ -13,6 +13,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from kvstore_client.chain import checked_count, checked_keys
 from kvstore_client.results import Hint, PutResult
 from kvstored.v1.errors import FailedPrecondition, InvalidArgument
 
@@ -99,7 +100,7 @@ class Slots:
         All writing must be done: arrays made from the views must not be written to from
         here on. Slots without a key are given back.
         """
-        count = len(keys) - start
+        count = checked_count(checked_keys(keys), start)
         if self._views is None:
             raise FailedPrecondition("the slots were committed or aborted")
         if not 1 <= count <= self._count:

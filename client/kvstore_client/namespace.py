@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from kvstore_client import buffers
+from kvstore_client.chain import checked_count, checked_keys
 from kvstore_client.lease import Lease, Slots
 from kvstore_client.results import Hint, Match, PutResult, Ticket
 from kvstore_client.transport import Identity, Transport
@@ -66,7 +67,7 @@ class Namespace:
 
     def match(self, keys: Sequence[bytes]) -> Match:
         """How many leading blocks are present, and where. A hint that pins nothing."""
-        keys = _checked(keys)
+        keys = checked_keys(keys)
         return self._transport.match(self._identity, keys)
 
     def get_into(self, keys: Sequence[bytes], out: Any, start: int = 0) -> int:
@@ -74,8 +75,8 @@ class Namespace:
 
         Answers how many were copied; what lies behind them in `out` is undefined.
         """
-        keys = _checked(keys)
-        count = _count(keys, start)
+        keys = checked_keys(keys)
+        count = checked_count(keys, start)
         if not count:
             return 0
         blocks = buffers.as_blocks(out, count, self.block_bytes, "out")
@@ -84,7 +85,7 @@ class Namespace:
 
     def get(self, keys: Sequence[bytes]) -> list[bytes]:
         """The leading blocks as bytes."""
-        keys = _checked(keys)
+        keys = checked_keys(keys)
         found = self._transport.match(self._identity, keys).blocks
         if not found:
             return []
@@ -99,7 +100,7 @@ class Namespace:
         Raises ResourceExhausted where that would be more than one session (a quarter of
         the memory) or all together (three quarters) may hold.
         """
-        keys = _checked(keys)
+        keys = checked_keys(keys)
         if not 0 < timeout_s < float("inf"):
             raise InvalidArgument(f"timeout_s={timeout_s!r} is not a number of seconds above 0")
         return self._transport.acquire(self._identity, keys, timeout_s)
@@ -122,8 +123,8 @@ class Namespace:
         counted as rejected; where nothing at all finds room, ResourceExhausted is raised.
         While the daemon is away everything is rejected.
         """
-        keys = _checked(keys)
-        count = _count(keys, start)
+        keys = checked_keys(keys)
+        count = checked_count(keys, start)
         if not count:
             return PutResult(0, 0, 0)
         arrays = buffers.as_blocks(blocks, count, self.block_bytes, "block")
@@ -139,29 +140,16 @@ class Namespace:
 
     def remove(self, keys: Sequence[bytes]) -> int:
         """Drops these blocks, wherever in their chain; answers how many were there. Raises Unavailable."""
-        return self._transport.remove(self._identity, _checked(keys))
+        return self._transport.remove(self._identity, checked_keys(keys))
 
     def pin(self, keys: Sequence[bytes], ttl_s: float) -> int:
         """Keeps present blocks from eviction for `ttl_s` (at most 30 days); answers how many. Raises Unavailable."""
-        return self._transport.pin(self._identity, _checked(keys), ttl_s)
+        return self._transport.pin(self._identity, checked_keys(keys), ttl_s)
 
     def unpin(self, keys: Sequence[bytes]) -> int:
         """Lets eviction have them again; answers how many were pinned. Raises Unavailable."""
-        return self._transport.unpin(self._identity, _checked(keys))
+        return self._transport.unpin(self._identity, checked_keys(keys))
 
     def clear(self) -> int:
         """Drops every block of this namespace; answers how many. Raises Unavailable."""
         return self._transport.clear(self._identity)
-
-
-def _checked(keys: Sequence[bytes]) -> Sequence[bytes]:
-    if type(keys) is not list and (isinstance(keys, (bytes, str)) or not isinstance(keys, Sequence)):
-        raise InvalidArgument(f"keys are a list of bytes, not {type(keys).__name__}")
-    naming.check_keys(keys)
-    return keys
-
-
-def _count(keys: Sequence[bytes], start: int) -> int:
-    if not isinstance(start, int) or not 0 <= start <= len(keys):
-        raise InvalidArgument(f"start={start!r} is not between 0 and the {len(keys)} keys")
-    return len(keys) - start

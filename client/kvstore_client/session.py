@@ -23,7 +23,7 @@ from itertools import chain, count
 from google.protobuf.message import DecodeError
 
 from kvstore_client.index import IndexReader
-from kvstore_client.stream import Stream, frame
+from kvstore_client.stream import Stream, frame, to_be_mapped
 from kvstored.mapping import Mapping
 from kvstored.v1 import DESCRIPTORS_MAX, FRAME_BYTES_MAX, PROTOCOL, errors
 from kvstored.v1 import kvstore_pb2 as pb
@@ -118,16 +118,19 @@ class Session:
             before.tell()  # what ended meanwhile
         self.refresh_index()
 
+    @property
+    def heir(self) -> "Session":
+        """The session that has by now what this one held."""
+        session = self
+        while session._forward is not None:
+            session = session._forward
+        return session
+
     def refresh_index(self) -> None:
         """Maps the tenant's index as it is now (it has moved, or this session is new)."""
         reply, descriptors = self._call_for_descriptors(pb.Request(index=pb.IndexRequest()))
-        try:
-            self.index = IndexReader(*descriptors, reply.index.size_bytes)
-        except (OSError, TypeError) as e:
-            raise self._no_memory(e) from e
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+        with to_be_mapped(descriptors, 1):
+            self.index = IndexReader(descriptors[0], reply.index.size_bytes)
 
     def attach(self, segments: Iterable[int]) -> None:
         """Maps these segments, if the tenant has them; page tables follow in the background."""
@@ -135,24 +138,13 @@ class Session:
         for at in range(0, len(wanted), DESCRIPTORS_MAX):
             request = pb.SegmentsRequest(ids=wanted[at : at + DESCRIPTORS_MAX])
             reply, descriptors = self._call_for_descriptors(pb.Request(segments=request))
-            try:
+            with to_be_mapped(descriptors, len(reply.segments.segments)):
                 for segment, descriptor in zip(reply.segments.segments, descriptors, strict=True):
                     mapping = Mapping(descriptor, segment.size_bytes, writable=not self.hello.read_only)
                     self.mappings.setdefault(segment.id, mapping)
                     self.to_populate.append(mapping)
-            except (OSError, ValueError) as e:
-                raise self._no_memory(e) from e
-            finally:
-                for descriptor in descriptors:
-                    os.close(descriptor)
         if wanted and self.on_attach is not None:
             self.on_attach()
-
-    @staticmethod
-    def _no_memory(e: Exception) -> Unavailable:
-        """This process has no descriptor left (the kernel drops those that find no place) or no address space."""
-        why = e.strerror if isinstance(e, OSError) else "it has too many files open"
-        return Unavailable(f"this process cannot map the memory of kvstored: {why}")
 
     def mapping(self, segment: int) -> Mapping | None:
         """The segment's mapping, attached at first sight; None where the tenant has no such segment."""
@@ -176,7 +168,13 @@ class Session:
     def _exchange(
         self, request: pb.Request, timeout_s: float | None, *, descriptors: bool = False
     ) -> tuple[pb.Reply, list[int]]:
-        """With the lock held. What waits to be told travels ahead of the request."""
+        """With the lock held: one request and its reply."""
+        number = self._request(request, timeout_s)
+        received: list[int] = []
+        return self._reply(number, received if descriptors else None), received
+
+    def _request(self, request: pb.Request, timeout_s: float | None) -> int:
+        """With the lock held: sends a request, what waits to be told ahead of it; answers its number."""
         if self.dead:
             raise self._death()
         self._last_id += 1
@@ -184,31 +182,41 @@ class Session:
         own = frame(request)
         if len(own) > FRAME_BYTES_MAX:
             raise errors.InvalidArgument(f"a request of {len(own)} bytes; at most {FRAME_BYTES_MAX}: split it")
-        frames = self._waiting_frames() + own
-        received: list[int] = []
         try:
             self._stream.set_deadline(timeout_s or self.timeout_s)
-            self._stream.send(frames)
-            reply = self._stream.receive(received if descriptors else None)
+            self._stream.send(self._waiting_frames() + own)
+        except OSError as e:
+            raise self._broken(e) from e
+        return self._last_id
+
+    def _reply(self, number: int, descriptors: list[int] | None = None) -> pb.Reply:
+        """With the lock held: the reply to a request; replies come in the order of requests."""
+        if self.dead:
+            raise self._death()
+        received: list[int] = [] if descriptors is None else descriptors
+        try:
+            reply = self._stream.receive(descriptors)
         except (OSError, DecodeError) as e:
-            for descriptor in received:
-                os.close(descriptor)
-            late = isinstance(e, BlockingIOError)
-            self.die(f"no answer within {timeout_s or self.timeout_s} s" if late else f"the connection broke: {e}")
-            raise self._death() from e
-        if reply.id != request.id or reply.HasField("error"):
-            for descriptor in received:
-                os.close(descriptor)
-        if reply.id != request.id:
+            _close_all(received)
+            raise self._broken(e) from e
+        if reply.id != number:
             # A reply to nothing says why the daemon ends the connection.
-            self.die(reply.error.message or f"answer {reply.id} to request {request.id}")
+            _close_all(received)
+            self.die(reply.error.message or f"answer {reply.id} to request {number}")
             raise self._death()
         if reply.recall or reply.detach:
             self._recalled |= reply.recall
             self._start_unmapping(reply.detach)
         if reply.HasField("error"):
+            _close_all(received)
             raise errors.from_wire(reply.error.code, reply.error.message)
-        return reply, received
+        return reply
+
+    def _broken(self, error: Exception) -> KVStoreError:
+        """The stream is in doubt: marks the session dead."""
+        late = isinstance(error, BlockingIOError)
+        self.die(f"no answer within {self._stream.deadline_s} s" if late else f"the connection broke: {error}")
+        return self._death()
 
     def hung_up(self) -> bool:
         """Whether the daemon's end is gone: the last thing a read checks. Marks the session dead."""
@@ -253,26 +261,48 @@ class Session:
             self.writing.update(slots)
             return slots
 
-    def commit(self, request: pb.Request, slots: list[int], block_bytes: int, *, reuse: bool) -> list[int]:
-        """Makes written slots visible. Those not needed are granted ahead from then on, if `reuse`."""
+    def commit(self, steps: Iterable[tuple[pb.Request, list[int]]], block_bytes: int, *, reuse: bool) -> list[int]:
+        """Makes written slots visible, step by step; each step writes its slots as it is asked for.
+
+        The daemon works on one step while the next is being written; all answers are read
+        at the end. Slots not needed are granted ahead from then on, if `reuse`. Raises the
+        first error; `writing` then has the slots that were not stored.
+        """
+        sent: list[tuple[int, list[int]]] = []
+        results: list[int] = []
+        error: KVStoreError | None = None
         with self.lock:
-            reply = self._exchange(request, None)[0].commit
-            results: list[int] = list(reply.results)
-            ahead = self.grants.setdefault(block_bytes, [])
-            for slot, result in zip(slots, results, strict=True):
-                if result == pb.STORED:
-                    self.writing.discard(slot)
-                elif reuse:
-                    self.writing.discard(slot)
-                    ahead.append(slot)
-            ahead.extend(reply.slots)
+            try:
+                for request, slots in steps:
+                    sent.append((self._request(request, None), slots))
+            finally:
+                for number, slots in sent:
+                    try:
+                        results += self._committed(self._reply(number).commit, slots, block_bytes, reuse=reuse)
+                    except KVStoreError as e:
+                        error = error or e
             self.used_grants_at = time.monotonic()
             if self._recalled:
                 self._give_back()
-            return results
+        if error is not None:
+            raise error
+        return results
+
+    def _committed(self, reply: pb.CommitReply, slots: list[int], block_bytes: int, *, reuse: bool) -> list[int]:
+        results: list[int] = list(reply.results)
+        ahead = self.grants.setdefault(block_bytes, [])
+        for slot, result in zip(slots, results, strict=True):
+            if result == pb.STORED:
+                self.writing.discard(slot)
+            elif reuse:
+                self.writing.discard(slot)
+                ahead.append(slot)
+        ahead.extend(reply.slots)
+        return results
 
     def give_up(self, slots: list[int]) -> None:
         """These slots will not be written to any more: Abort, now or when there is a session to say it on."""
+        slots = [slot for slot in slots if slot in self.writing]
         if slots:
             self._ended.append((WRITTEN, slots))
             self.tell()
@@ -334,7 +364,7 @@ class Session:
                     self._leave_if_free()
             finally:
                 self.lock.release()
-            if not self._ended or self.dead:
+            if not self._ended or (self.dead and self._forward is None):
                 return  # else: something ended while we had the lock, and its finalizer could not tell
 
     def count_match(self, hits: int, misses: int) -> None:
@@ -483,6 +513,12 @@ class Session:
         stream = getattr(self, "_stream", None)
         if stream is not None:
             stream.close()
+
+
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+    descriptors.clear()
 
 
 def _in_child() -> None:

@@ -4,9 +4,14 @@ Deadlines are the kernel's (SO_RCVTIMEO, SO_SNDTIMEO): a Python time-out costs a
 of every send and receive. What goes wrong here is an OSError; BlockingIOError is "too late".
 """
 
+import contextlib
+import errno
+import os
 import select
 import socket
 import struct
+import time
+from collections.abc import Iterator
 
 from kvstored.v1 import DESCRIPTORS_MAX, FRAME_BYTES_MAX
 from kvstored.v1 import kvstore_pb2 as pb
@@ -28,14 +33,39 @@ def frame(request: pb.Request) -> bytes:
     return _LENGTH.pack(len(payload)) + payload
 
 
+@contextlib.contextmanager
+def to_be_mapped(descriptors: list[int], count: int) -> Iterator[None]:
+    """Closes received descriptors when they are mapped, or were not.
+
+    Raises Unavailable where this process has no room for a mapping, or for a descriptor: the
+    kernel drops those that find no place in its table.
+    """
+    try:
+        _require(descriptors, count)
+        yield
+    except OSError as e:
+        raise Unavailable(f"this process cannot map the memory of kvstored: {e.strerror}") from e
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _require(descriptors: list[int], count: int) -> None:
+    if len(descriptors) != count:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
 class Stream:
     """A connection to the daemon's session socket."""
 
     def __init__(self, path: str, timeout_s: float) -> None:
         """Connects. Raises Unavailable that says what to do next."""
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as e:
+            raise Unavailable(f"this process cannot open a socket: {e.strerror}") from e
         self._buffer = bytearray()
-        self._deadline_s = 0.0
+        self.deadline_s = 0.0
         try:
             self.set_deadline(timeout_s)
             self._socket.connect(path)
@@ -49,9 +79,9 @@ class Stream:
 
     def set_deadline(self, seconds: float) -> None:
         """How long a send or a receive may take from now on."""
-        if seconds == self._deadline_s:
+        if seconds == self.deadline_s:
             return
-        self._deadline_s = seconds
+        self.deadline_s = seconds
         value = _TIMEVAL.pack(*divmod(max(int(seconds * 1e6), 1), 1_000_000))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
@@ -63,6 +93,7 @@ class Stream:
     def receive(self, descriptors: list[int] | None) -> pb.Reply:
         """The next reply; descriptors that come with it are appended to the list, if there is one."""
         buffer = self._buffer
+        until = 0.0
         while True:
             if len(buffer) >= 4:
                 (length,) = _LENGTH.unpack_from(buffer)
@@ -72,6 +103,12 @@ class Stream:
                     payload = bytes(buffer[4 : 4 + length])
                     del buffer[: 4 + length]
                     return pb.Reply.FromString(payload)
+            if buffer:
+                # It comes in pieces: each of them in time, and so must they all be.
+                now = time.monotonic()
+                until = until or now + self.deadline_s
+                if now > until:
+                    raise BlockingIOError(errno.EAGAIN, "an answer in pieces")
             if descriptors is None:
                 data = self._socket.recv(RECEIVE_BYTES)
             else:

@@ -62,10 +62,10 @@ CALLS: dict[str, tuple[Callable[[Client, Namespace], object], object]] = {
     "acquire": (lambda c, ns: len(ns.acquire(keys_of(ns, "present"), timeout_s=TIMEOUT_S)), 0),
     "put": (lambda c, ns: ns.put(keys_of(ns, "new"), bytes(4 * BLOCK)).rejected, 4),
     "reserve": (lambda c, ns: ns.reserve(2), Unavailable),
-    "remove": (lambda c, ns: ns.remove(keys_of(ns, "present")), Unavailable),
+    "remove": (lambda c, ns: ns.remove(keys_of(ns, "absent")), Unavailable),
     "pin": (lambda c, ns: ns.pin(keys_of(ns, "present"), ttl_s=5), Unavailable),
     "unpin": (lambda c, ns: ns.unpin(keys_of(ns, "present")), Unavailable),
-    "clear": (lambda c, ns: ns.clear(), Unavailable),
+    "clear": (lambda c, ns: c.raw_namespace("another", BLOCK).clear(), Unavailable),
     "stats": (lambda c, ns: c.stats(), Unavailable),
     "health": (lambda c, ns: c.health().reachable, False),
     "namespace": (lambda c, ns: c.raw_namespace("another", BLOCK).block_bytes, BLOCK),
@@ -272,6 +272,11 @@ def trickle(connection: socket.socket) -> None:
         pause.wait(TIMEOUT_S / 6)
 
 
+def break_off(connection: socket.socket) -> None:
+    connection.sendall(LENGTH.pack(16) + b"half")
+    connection.close()
+
+
 def reply_to(number: int, **fields: object) -> bytes:
     return frame(pb.Reply(id=number, **fields).SerializeToString())  # type: ignore[arg-type]
 
@@ -279,14 +284,13 @@ def reply_to(number: int, **fields: object) -> bytes:
 IMPOSTORS: dict[str, Callable[[socket.socket], None]] = {
     "says nothing": lambda connection: None,
     "hangs up": lambda connection: connection.close(),
-    "hangs up in a reply": lambda connection: (connection.sendall(b"\x10\0\0\0half"), connection.close())[0],
+    "hangs up in a reply": break_off,
     "half a reply": lambda connection: connection.sendall(LENGTH.pack(100) + b"half"),
     "trickles": trickle,
     "an endless reply": lambda connection: connection.sendall(LENGTH.pack(0xFFFFFFFF) + b"x" * 1000),
     "no protobuf": lambda connection: connection.sendall(frame(b"\xff" * 50)),
     "a reply to something else": lambda connection: connection.sendall(reply_to(77, health=pb.HealthReply())),
     "an empty reply": lambda connection: connection.sendall(reply_to(1)),
-    "an error of no kind": lambda connection: connection.sendall(reply_to(1, error=pb.Error(code=99, message="?"))),  # type: ignore[arg-type]
     "HTTP": lambda connection: connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
 }
 
@@ -297,17 +301,23 @@ def test_every_call_ends_whatever_answers_in_the_daemons_place(tmp_path: Path, k
     impostor = Impostor(path, IMPOSTORS[kind])
     try:
         began = time.monotonic()
-        try:
-            client = Client(f"unix://{path}", timeout_s=TIMEOUT_S)
-        except KVStoreError as e:
-            assert kind == "an error of no kind"
-            assert str(e) == "?"
-            return
+        client = Client(f"unix://{path}", timeout_s=TIMEOUT_S)
         assert time.monotonic() - began < ENDS_WITHIN_S
         ns = client.raw_namespace("impostor", BLOCK)
         for call in ("match", "get_into", "put", "acquire", "stats", "health", "close"):
             work, expected = CALLS[call]
             assert outcome(lambda: work(client, ns)) == expected, call  # noqa: B023 (called at once)
+    finally:
+        impostor.close()
+
+
+def test_an_error_of_no_known_kind_is_raised_as_it_came(tmp_path: Path) -> None:
+    path = tmp_path / "kvstored.sock"
+    error = pb.Error(code=99, message="from the future")  # type: ignore[arg-type]
+    impostor = Impostor(path, lambda connection: connection.sendall(reply_to(1, error=error)))
+    try:
+        with pytest.raises(KVStoreError, match="from the future"):
+            Client(f"unix://{path}", timeout_s=TIMEOUT_S)
     finally:
         impostor.close()
 
