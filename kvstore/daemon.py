@@ -5,6 +5,7 @@ gRPC. Nothing listens before it can serve. Stop: listeners, sessions, memory, lo
 """
 
 import asyncio
+import ctypes
 import gc
 import logging
 import secrets
@@ -38,6 +39,10 @@ EXPECTED_BLOCK_BYTES = 64 << 10
 """The indexes start large enough for a slab full of blocks of this size; they grow for smaller ones."""
 
 EVICT_BLOCKS = 128
+M_MMAP_THRESHOLD = -3
+MMAP_THRESHOLD_BYTES = 128 << 10
+"""mallopt(3): its default, but fixed."""
+
 INDEX_STEP_S = 0.002
 PROGRESS_S = 0.5
 GRPC_GRACE_S = 1.0
@@ -52,8 +57,18 @@ def run(effective: Effective) -> int:
         format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
         stream=sys.stderr,
     )
+    _keep_heap_compact()
     with InstanceLocks(settings.server.socket, settings.server.state_dir, settings.server.grpc_socket):
         return asyncio.run(_serve(settings))
+
+
+def _keep_heap_compact() -> None:
+    """Has glibc give columns and dicts mappings of their own, which go back when they have grown out of them.
+
+    By itself it raises that threshold with each large block freed, and the holes that
+    growing tables leave in the heap cost 20 % of the memory a block needs.
+    """
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
 
 
 async def _serve(settings: Settings) -> int:
@@ -217,7 +232,7 @@ class Daemon:
                 self._jobs.add(task)
                 task.add_done_callback(self._jobs.discard)
         for session in self.store.sessions.values():
-            if session.detach:
+            if session.detach or session.recall:
                 self.indexes.notify(session.tenant.id)
         if self.indexes.growing:
             self.loops[2].wake()

@@ -86,7 +86,7 @@ class LocalTransport:
         if session.hung_up():
             self._keeper.wake()
             return Match(0, [])
-        session.count_match(count, len(keys) - count)
+        session.reads.matched(count, len(keys))
         return Match(count, [_TIER_OF[f & 15] for f in flags])
 
     def _match_by_call(self, session: Session, ns: Identity, keys: Sequence[bytes]) -> Match:
@@ -113,7 +113,7 @@ class LocalTransport:
         except Unavailable:
             self._keeper.wake()
             return 0
-        self._count(session, keys, start, copied, ns.block_bytes)
+        session.reads.read(keys, start, copied, ns.block_bytes)
         return copied
 
     def _copy_out(
@@ -160,12 +160,8 @@ class LocalTransport:
                     copied += 1
                 if len(lease) < len(part):
                     break
-        self._count(session, keys, start, copied, ns.block_bytes)
+        session.reads.read(keys, start, copied, ns.block_bytes)
         return copied
-
-    def _count(self, session: Session, keys: Sequence[bytes], start: int, copied: int, block_bytes: int) -> None:
-        asked = len(keys) - start
-        session.count(tuple(keys[: start + copied]) if copied else (), copied, asked - copied, copied * block_bytes)
 
     def _index(self, session: Session) -> IndexReader:
         index = session.index
@@ -190,7 +186,7 @@ class LocalTransport:
         request.acquire.namespace_id = opened.namespace_id
         request.acquire.keys.extend(keys)
         slots, hold = session.acquire(request, timeout_s)
-        session.count((), len(slots), len(keys) - len(slots), len(slots) * ns.block_bytes)
+        session.reads.leased(len(slots), len(keys), ns.block_bytes)
 
         def views() -> list[memoryview]:
             return _views(session, slots, opened.slot_bytes, ns.block_bytes, hold, writable=False)
@@ -216,7 +212,7 @@ class LocalTransport:
             if not todo and session.hung_up():  # what was found is the index of a daemon that is gone
                 self._keeper.wake()
                 return PutResult(0, 0, len(blocks), Unavailable(session.dead))
-            session.touched.append(tuple(keys))
+            session.reads.used(keys)
             if durable and not todo:
                 session.call(commit_request(opened.namespace_id, keys, [], [], hint, True, 0))
         stored, error = 0, None
@@ -321,7 +317,7 @@ class LocalTransport:
                 some = part[at : at + COMMIT_BLOCKS]
                 mine = slots[at : at + len(some)]
                 request = commit_request(opened.namespace_id, keys, some, mine, hint, durable, 0)
-                results += session.heir.commit(request, mine, ns.block_bytes, reuse=False)
+                results += session.heir.commit([(request, mine)], ns.block_bytes, reuse=False)
                 for own, result in zip(uncommitted[at:], results[at:], strict=False):
                     if result == pb.STORED:
                         own.clear()
@@ -408,9 +404,9 @@ def commit_request(
 
 
 def _slot_bytes(session: Session, slot: int, slot_bytes: int, block_bytes: int) -> Bytes:
-    mapping = session.mapping(shm.ref_segment(slot))
+    mapping = session.mappings.get(slot >> 32)  # attached before; here the lock is held, which attaching waits for
     if mapping is None:
-        raise Unavailable(f"segment {shm.ref_segment(slot)} of a granted slot is gone")
+        raise Unavailable(f"segment {slot >> 32} of a granted slot is gone")
     offset = shm.ref_slot(slot) * slot_bytes
     return mapping.bytes[offset : offset + block_bytes]
 

@@ -11,9 +11,7 @@ whatever call comes then.
 """
 
 import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -24,6 +22,7 @@ from kvstore_client import stats
 from kvstore_client.buffers import Bytes
 from kvstore_client.channel import Channel
 from kvstore_client.lease import Lease, Slots
+from kvstore_client.reads import Reads
 from kvstore_client.results import TIER_NAMES, Health, Hint, Match, PutResult
 from kvstore_client.transport import Identity
 from kvstored.v1 import KEYS_MAX, chunks
@@ -50,8 +49,6 @@ PART_BYTES = 256 << 20
 
 TOUCH_EVERY_S = 1.0
 TOUCH_TIMEOUT_S = 0.5
-TOUCH_KEYS_MAX = 4096
-TOUCHED_CHAINS_MAX = 256
 """Reads remembered between two messages; older ones lose their recency, never their count."""
 
 T = TypeVar("T")
@@ -73,7 +70,7 @@ class GrpcTransport:
         self._timeout_s = timeout_s
         self._read_only = read_only
         self._namespaces: dict[bytes, Opened] = {}
-        self._reads = Reads()
+        self._reads = Reads(TOUCH_EVERY_S)
         self._channel = Channel(scheme, rest, client, tenant)
         try:
             self._call("Health", pb.HealthRequest())
@@ -150,7 +147,7 @@ class GrpcTransport:
         self._tell()
         until = time.monotonic() + self._stream_s(len(out) * ns.block_bytes)
         copied = self._fetch(ns, keys[start:], take, until)
-        self._reads.count(keys, start, copied, ns.block_bytes)
+        self._reads.read(keys, start, copied, ns.block_bytes)
         return copied
 
     def acquire(self, ns: Identity, keys: Sequence[bytes], timeout_s: float) -> Lease:
@@ -162,7 +159,7 @@ class GrpcTransport:
         self._tell()
         keys = keys[:KEYS_MAX]
         held = self._fetch(ns, keys, take, time.monotonic() + timeout_s)
-        self._reads.count(keys, 0, held, ns.block_bytes)
+        self._reads.read(keys, 0, held, ns.block_bytes)
         return Lease(lambda: list(blocks), held)
 
     def _fetch(
@@ -351,41 +348,6 @@ class GrpcTransport:
 
     def _stream_s(self, size_bytes: int) -> float:
         return self._timeout_s + size_bytes / STREAM_BYTES_PER_S
-
-
-class Reads:
-    """What was read and not told yet."""
-
-    def __init__(self) -> None:
-        self._chains: deque[tuple[bytes, ...]] = deque(maxlen=TOUCHED_CHAINS_MAX)
-        self._counts = [0, 0, 0]
-        self._lock = threading.Lock()
-        self._told_at = time.monotonic()
-
-    def count(self, keys: Sequence[bytes], start: int, found: int, block_bytes: int) -> None:
-        """Of keys[start:], the first `found` were read."""
-        with self._lock:
-            if found:
-                self._chains.append(tuple(keys[: start + found]))
-            self._counts[0] += found
-            self._counts[1] += len(keys) - start - found
-            self._counts[2] += found * block_bytes
-
-    def due(self, *, now: bool) -> pb.TouchRequest | None:
-        """What to tell, if there is something and the last time is a second ago; it counts as told."""
-        if not now and time.monotonic() - self._told_at < TOUCH_EVERY_S:
-            return None
-        with self._lock:
-            if not any(self._counts):
-                return None
-            (hits, misses, hit_bytes), self._counts = self._counts, [0, 0, 0]
-            self._told_at = time.monotonic()
-            chains: dict[bytes, None] = {}
-            while self._chains:
-                newest = self._chains.pop()
-                if len(chains) + len(newest) <= TOUCH_KEYS_MAX:
-                    chains.update(dict.fromkeys(newest))
-        return pb.TouchRequest(keys=list(chains), hits=hits, misses=misses, hit_bytes=hit_bytes)
 
 
 def _part_keys(block_bytes: int) -> int:

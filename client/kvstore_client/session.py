@@ -23,6 +23,7 @@ from itertools import chain, count
 from google.protobuf.message import DecodeError
 
 from kvstore_client.index import IndexReader
+from kvstore_client.reads import Reads
 from kvstore_client.stream import Stream, frame, to_be_mapped
 from kvstored.mapping import Mapping
 from kvstored.v1 import DESCRIPTORS_MAX, FRAME_BYTES_MAX, PROTOCOL, errors
@@ -37,10 +38,6 @@ TOUCH_S = 0.1
 
 WRITTEN = -1
 """In place of a hold's number: slots that will not be written to any more."""
-
-TOUCH_KEYS_MAX = 4096
-TOUCHED_CHAINS_MAX = 256
-"""Reads remembered between two messages; older ones lose their recency, never their count."""
 
 
 _hold_numbers = count()
@@ -75,7 +72,7 @@ class Session:
         self.to_populate: deque[Mapping] = deque()
         self.on_attach: Callable[[], None] | None = None
         """Called when a segment was mapped: its page tables are to be made by somebody who has time."""
-        self.touched: deque[tuple[bytes, ...]] = deque(maxlen=TOUCHED_CHAINS_MAX)
+        self.reads = Reads(TOUCH_S)
         self.noticed = 0
         self.namespaces: dict[bytes, pb.OpenNamespaceReply] = {}
         self.index: IndexReader
@@ -85,9 +82,6 @@ class Session:
         self._forward: Session | None = None
         self._abandoned = False
         self._last_id = 0
-        self._counted = [0] * 5
-        self._count_lock = threading.RLock()  # a finalizer may tell while its own thread counts
-        self._touch_at = 0.0
         self._leaving = False
         self._recalled = False
         self._pid = os.getpid()
@@ -367,22 +361,6 @@ class Session:
             if not self._ended or (self.dead and self._forward is None):
                 return  # else: something ended while we had the lock, and its finalizer could not tell
 
-    def count_match(self, hits: int, misses: int) -> None:
-        """Notes a match for the next message; it does not make blocks more recent (a probe keeps nothing)."""
-        with self._count_lock:
-            self._counted[3] += hits
-            self._counted[4] += misses
-
-    def count(self, keys: tuple[bytes, ...], hits: int, misses: int, hit_bytes: int) -> None:
-        """Notes a read for the next message."""
-        if keys:
-            self.touched.append(keys)
-        with self._count_lock:
-            counted = self._counted
-            counted[0] += hits
-            counted[1] += misses
-            counted[2] += hit_bytes
-
     def _drain(self, *, resuming: bool = False) -> None:
         """With the lock held: ended holds go where they can be told from, or are settled here if nobody must know."""
         if self._forward is not None:
@@ -416,29 +394,10 @@ class Session:
             else:
                 request.abort.slots.extend(slots)
             frames += frame(request)
-        if (self.touched or any(self._counted)) and (touches or time.monotonic() >= self._touch_at):
-            self._touch_at = time.monotonic() + TOUCH_S
-            frames += self._touches()
+        touch = self.reads.due(now=touches)
+        if touch is not None:
+            frames += frame(pb.Request(touch=touch))
         return frames
-
-    def _touches(self) -> bytes:
-        with self._count_lock:
-            hits, misses, hit_bytes, match_hits, match_misses = self._counted
-            self._counted = [0] * 5
-        chains: dict[bytes, None] = {}
-        while self.touched:
-            newest = self.touched.pop()
-            if len(chains) + len(newest) <= TOUCH_KEYS_MAX:
-                chains.update(dict.fromkeys(newest))
-        touch = pb.TouchRequest(
-            keys=list(chains),
-            hits=hits,
-            misses=misses,
-            hit_bytes=hit_bytes,
-            match_hits=match_hits,
-            match_misses=match_misses,
-        )
-        return frame(pb.Request(touch=touch))
 
     def _post(self, request: pb.Request) -> None:
         self._send(frame(request))

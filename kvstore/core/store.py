@@ -6,7 +6,6 @@ are those of the wire (kvstored.v1.errors), and a call that raises has changed n
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import takewhile
 from typing import NoReturn
 
 from kvstore.core import audit, holds, refusals
@@ -272,15 +271,13 @@ class Store:
 
     def match(self, namespace: Namespace, keys: Sequence[bytes]) -> list[int]:
         """Rows of the leading run of `keys` that is present."""
-        get = namespace.tenant.rows.get
-        if not keys or get(keys[0]) is None:
-            return []
-        found = list(map(get, keys))
-        end = found.index(None) if None in found else len(found)
-        rows = [row for row in found[:end] if row is not None]
-        of = self.table.namespace
-        if set(map(of.__getitem__, rows)) != {namespace.id}:
-            rows = list(takewhile(lambda row: of[row] == namespace.id, rows))
+        rows: list[int] = []
+        get, of, number = namespace.tenant.rows.get, self.table.namespace, namespace.id
+        for key in keys:
+            row = get(key)
+            if row is None or of[row] != number:
+                break
+            rows.append(row)
         return rows
 
     def acquire(self, session: Session, namespace: Namespace, keys: Sequence[bytes], now: float) -> list[int]:
