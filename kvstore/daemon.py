@@ -74,16 +74,27 @@ def _keep_heap_compact() -> None:
 async def _serve(settings: Settings) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
     daemon = Daemon(settings)
+
+    def stopping() -> None:
+        log.info("stopping")
+        daemon.stopping = True
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping)
     try:
         await daemon.start()
         await stop.wait()
-        log.info("stopping")
+    except StoppedError:
+        log.info("stopped before it was ready")
     finally:
         await daemon.stop()
     return 0
+
+
+class StoppedError(Exception):
+    """Told to stop while it was starting."""
 
 
 class Daemon:
@@ -91,6 +102,8 @@ class Daemon:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.stopping = False
+        """Told to stop: a start that is under way ends with the next segment."""
         self._huge_pages = self._choose_pages()
         self._started = time.monotonic()
         epoch = secrets.randbits(63) | 1
@@ -206,6 +219,8 @@ class Daemon:
 
         def progress(done: int, total: int) -> None:
             nonlocal said
+            if self.stopping:
+                raise StoppedError
             if done == total or time.monotonic() - said >= PROGRESS_S:
                 said = time.monotonic()
                 log.info("prefaulting memory: %d of %d MiB", done >> 20, total >> 20)
