@@ -20,6 +20,8 @@ def as_bytes(thing: Any, what: str) -> Bytes:
     if isinstance(thing, np.ndarray):
         if thing.dtype == np.uint8 and thing.ndim == 1 and thing.flags.c_contiguous:
             return thing
+        if thing.dtype.hasobject:
+            raise InvalidArgument(f"{what} is an array of objects; expected one of numbers")
         if not thing.flags.c_contiguous:
             raise InvalidArgument(f"{what} is not C-contiguous; pass numpy.ascontiguousarray of it")
         return thing.reshape(-1).view(np.uint8)
@@ -45,11 +47,18 @@ def _tensor_bytes(tensor: Any, what: str) -> Bytes:
     return np.asarray(flat, np.uint8)
 
 
+def _is_buffer(thing: Any) -> bool:
+    """Whether it is memory itself; array.array is also a sequence, of numbers."""
+    try:
+        memoryview(thing)
+    except TypeError:
+        return False
+    return True
+
+
 def as_blocks(things: Any, count: int, block_bytes: int, what: str) -> list[Bytes]:
     """`count` blocks from one buffer that holds all of them in a row, or from a sequence of one each."""
-    if type(things) is list or (
-        isinstance(things, Sequence) and not isinstance(things, (bytes, bytearray, memoryview))
-    ):
+    if type(things) is list or (isinstance(things, Sequence) and not _is_buffer(things)):
         blocks = [as_bytes(thing, what) for thing in things]
         if len(blocks) != count:
             raise InvalidArgument(f"{len(blocks)} {what}s for {count} keys")

@@ -15,6 +15,8 @@ from kvstored.v1 import keys as naming
 from kvstored.v1.errors import InvalidArgument
 
 LABEL_BYTES_MAX = 200
+SOCKET_PATH_BYTES_MAX = 107
+"""Linux's sun_path, less the zero at its end."""
 
 
 class Client:
@@ -100,6 +102,8 @@ def _check_text(identity: Mapping[str, Any]) -> None:
 def _transport(endpoint: str, name: str, tenant: str, timeout_s: float, read_only: bool) -> Transport:
     scheme, separator, rest = endpoint.partition("://")
     if scheme == "unix" and rest.startswith("/"):
+        if "\0" in rest or len(os.fsencode(rest)) > SOCKET_PATH_BYTES_MAX:
+            raise InvalidArgument(f"endpoint {endpoint!r}: a socket's path has at most {SOCKET_PATH_BYTES_MAX} bytes")
         return LocalTransport(rest, name, tenant, timeout_s, read_only)
     if separator and scheme in ("grpc", "grpcs", "grpc+unix") and rest:
         from kvstore_client.remote import GrpcTransport  # imports grpc, which a local client has no use for

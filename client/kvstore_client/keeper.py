@@ -76,7 +76,7 @@ class Keeper:
                 self._before, self.session = session, None
                 log.warning("kvstored on unix://%s: %s; reads miss until it is back", self._path, session.dead)
             if self._before is not None:
-                self._before.unmap_unused()
+                _unmap_unused(self._before)
             try:
                 session = Session(*self._arguments)
                 session.on_attach = self._wake.set
@@ -196,6 +196,19 @@ class Keeper:
         pause, self._backoff_s = self._backoff_s, min(self._backoff_s * 2, BACKOFF_MAX_S)
         self._retry_at = time.monotonic() + pause
         return pause
+
+
+def _unmap_unused(session: Session) -> None:
+    """Of a dead session: lets go of all memory but what views and puts still use.
+
+    A daemon that died gives its memory back only when the last client has unmapped it, and
+    the next one may need it to start.
+    """
+    assert session.dead, "reads of a live session rely on its mappings"
+    with session.lock:
+        used = {slot >> 32 for slots in (*session.holds.values(), session.writing) for slot in slots}
+        session.mappings = {number: mapping for number, mapping in session.mappings.items() if number in used}
+        session.to_populate.clear()
 
 
 def _populate(session: Session) -> None:

@@ -32,8 +32,8 @@ from kvstored.v1.errors import (
 COMMIT_BLOCKS = 64
 """Blocks that slots are taken for together: what one Reserve may ask for."""
 
-COMMIT_BYTES = 8 << 20
-"""Copied before it is sent off to be committed, while the next is being copied: about a millisecond of memcpy."""
+COMMIT_BYTES = 24 << 20
+"""Copied before it is sent off to be committed, while the next is being copied: some milliseconds of memcpy."""
 
 _TIER_OF = [""] * 16
 for _flags in range(1, 16):
@@ -317,7 +317,7 @@ class LocalTransport:
                 some = part[at : at + COMMIT_BLOCKS]
                 mine = slots[at : at + len(some)]
                 request = commit_request(opened.namespace_id, keys, some, mine, hint, durable, 0)
-                results += session.heir.commit([(request, mine)], ns.block_bytes, reuse=False)
+                results += session.commit([(request, mine)], ns.block_bytes, reuse=False)
                 for own, result in zip(uncommitted[at:], results[at:], strict=False):
                     if result == pb.STORED:
                         own.clear()

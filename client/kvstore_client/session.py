@@ -12,6 +12,7 @@ Lifetimes end in finalizers, which may run anywhere, also under the lock: they o
 to `_ended`, and whoever next has the lock tells the daemon.
 """
 
+import contextlib
 import os
 import threading
 import time
@@ -32,6 +33,8 @@ from kvstored.v1.errors import FailedPrecondition, KVStoreError, Unavailable
 
 CLEAR_S = 30.0
 """Deadline of clear once the daemon has answered at all: a large namespace takes it long."""
+
+RESERVE_TRIES = 3
 
 TOUCH_S = 0.1
 """Touches ride on the next message, but not on every one of a burst."""
@@ -111,14 +114,6 @@ class Session:
                     before._abandoned = True
             before.tell()  # what ended meanwhile
         self.refresh_index()
-
-    @property
-    def heir(self) -> "Session":
-        """The session that has by now what this one held."""
-        session = self
-        while session._forward is not None:
-            session = session._forward
-        return session
 
     def refresh_index(self) -> None:
         """Maps the tenant's index as it is now (it has moved, or this session is new)."""
@@ -248,12 +243,25 @@ class Session:
             return taken
 
     def reserve(self, namespace_id: int, count: int) -> list[int]:
-        """Asks for slots; at least one, or the daemon's ResourceExhausted."""
+        """Asks for slots; at least one, or the daemon's ResourceExhausted.
+
+        Where the daemon lacks memory that this process has granted ahead or mapped, that goes
+        back first.
+        """
         request = pb.Request(reserve=pb.ReserveRequest(namespace_id=namespace_id, count=count))
-        with self.lock:
-            slots = list(self._exchange(request, None)[0].reserve.slots)
-            self.writing.update(slots)
-            return slots
+        for left in reversed(range(RESERVE_TRIES)):
+            with self.lock:
+                try:
+                    reply = self._exchange(request, None)[0]
+                except errors.ResourceExhausted:
+                    if not left or not (self._recalled or self.unmapping):
+                        raise
+                else:
+                    slots = list(reply.reserve.slots)
+                    self.writing.update(slots)
+                    return slots
+            self.sync()
+        raise AssertionError("the last try answers or raises")
 
     def commit(self, steps: Iterable[tuple[pb.Request, list[int]]], block_bytes: int, *, reuse: bool) -> list[int]:
         """Makes written slots visible, step by step; each step writes its slots as it is asked for.
@@ -262,6 +270,8 @@ class Session:
         at the end. Slots not needed are granted ahead from then on, if `reuse`. Raises the
         first error; `writing` then has the slots that were not stored.
         """
+        if self._forward is not None:  # which has what this session held
+            return self._forward.commit(steps, block_bytes, reuse=reuse)
         sent: list[tuple[int, list[int]]] = []
         results: list[int] = []
         error: KVStoreError | None = None
@@ -414,6 +424,8 @@ class Session:
         for number in segments:
             mapping = self.mappings.pop(number, None)
             if mapping is not None:
+                with contextlib.suppress(ValueError):
+                    self.to_populate.remove(mapping)
                 self.unmapping[number] = weakref.ref(mapping)
             else:
                 self.unmapping.setdefault(number, None)
@@ -446,18 +458,6 @@ class Session:
         finally:
             self.lock.release()
         self.tell()
-
-    def unmap_unused(self) -> None:
-        """Of a dead session: lets go of all memory but what views and puts still use.
-
-        A daemon that died gives its memory back only when the last client has unmapped it, and
-        the next one may need it to start.
-        """
-        assert self.dead, "reads of a live session rely on its mappings"
-        with self.lock:
-            used = {slot >> 32 for slots in (*self.holds.values(), self.writing) for slot in slots}
-            self.mappings = {number: mapping for number, mapping in self.mappings.items() if number in used}
-            self.to_populate.clear()
 
     def _leave_if_free(self) -> None:
         """With the lock held: says that nothing is held or mapped any more, which lets the daemon forget us at once."""

@@ -102,14 +102,17 @@ def open_namespace(node: Node, tenant: Tenant, request: pb.OpenNamespaceRequest)
 
 
 async def reserve(node: Node, session: Session, namespace: Namespace, count: int, expires: float) -> list[int]:
-    """`Store.reserve`, waiting a bounded time while memory for it is on its way."""
+    """`Store.reserve`, waiting a bounded time while memory for it is on its way.
+
+    Not for memory that the caller itself must unmap first: it does when it has its answer.
+    """
     until = time.monotonic() + MEMORY_WAIT_S
     while True:
         try:
             return node.store.reserve(session, namespace, count, time.monotonic(), expires)
         except ResourceExhausted:
             left = until - time.monotonic()
-            if not node.store.room.pending or left <= 0:
+            if not node.store.room.pending or left <= 0 or _keeps_draining(node, session):
                 raise
         finally:
             node.jobs_ready()
@@ -119,6 +122,10 @@ async def reserve(node: Node, session: Session, namespace: Namespace, count: int
             continue
         if session.ended:
             raise FailedPrecondition("the session ended while it waited for memory")
+
+
+def _keeps_draining(node: Node, session: Session) -> bool:
+    return any(session.id in segment.sessions for segment in node.store.segments.draining.values())
 
 
 def commit(

@@ -119,18 +119,22 @@ class ClientSession:
             reply.id = number
         else:
             reply = pb.Reply(id=number, **{kind: answer})
+        self._send_reply(reply, descriptors)
+
+    def _reply(self, number: int, *, error: KVStoreError) -> None:
+        if number:
+            reply = pb.Reply(id=number, error=pb.Error(code=error.code, message=str(error)))  # type: ignore[arg-type]
+            self._send_reply(reply)
+        else:
+            log.warning("session %s: a call without a reply failed: %s", self._name(), error)
+
+    def _send_reply(self, reply: pb.Reply, descriptors: list[int] | None = None) -> None:
+        """With what is wanted of this client, also on an error: what it gives back may be just what was lacking."""
         session = self.session
         if session is not None and (session.recall or session.detach):
             reply.recall = session.recall
             reply.detach.extend(session.detach)
         self.connection.send(reply.SerializeToString(), descriptors)
-
-    def _reply(self, number: int, *, error: KVStoreError) -> None:
-        if number:
-            reply = pb.Reply(id=number, error=pb.Error(code=error.code, message=str(error)))  # type: ignore[arg-type]
-            self.connection.send(reply.SerializeToString())
-        else:
-            log.warning("session %s: a call without a reply failed: %s", self._name(), error)
 
     def _later(self, number: int, kind: str, work: Coroutine[Any, Any, Any]) -> None:
         if len(self.tasks) >= UNANSWERED_MAX:

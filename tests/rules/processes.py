@@ -4,14 +4,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvstore_client import Client, Namespace
-from tests.conftest import eventually, wait_for_line
+from tests.conftest import RunningDaemon, eventually, wait_for_line
 from tests.nodes import block
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -32,6 +32,26 @@ def hear():
     assert line, "the test is gone"
     return line.strip()
 """
+
+
+RAW = """
+from kvstored.mapping import Mapping
+from kvstored.v1 import PROTOCOL
+from pathlib import Path
+wire = Wire(Path(sys.argv[1]), hello=False)
+hello = wire.call(hello=pb.HelloRequest(protocol=PROTOCOL, client="raw")).hello
+digest = bytes.fromhex(sys.argv[2])
+opened = wire.call(open_namespace=pb.OpenNamespaceRequest(digest=digest, block_bytes=16 << 10, label="raw"))
+number = opened.open_namespace.namespace_id
+slots = list(wire.call(reserve=pb.ReserveRequest(namespace_id=number, count=4)).reserve.slots)
+reply = wire.call(segments=pb.SegmentsRequest(ids=sorted({slot >> 32 for slot in slots}))).segments
+mapped = {s.id: Mapping(fd, s.size_bytes, writable=True) for s, fd in zip(reply.segments, wire.descriptors)}
+places = [mapped[slot >> 32].view((slot & 0xFFFFFFFF) * (16 << 10), 16 << 10) for slot in slots]
+keys = [bytes.fromhex(key) for key in sys.argv[3:]]
+leased = list(wire.call(acquire=pb.AcquireRequest(namespace_id=number, keys=keys)).acquire.slots) if keys else []
+say(hello.nonce, *slots, *leased)
+"""
+"""A client that speaks for itself: 4 slots of 16 KiB reserved and mapped as `places`, and the given keys leased."""
 
 
 class Program:
@@ -141,3 +161,23 @@ def exact(ns: Namespace, keys: Sequence[bytes]) -> int:
             present += 1
             assert out.tobytes() == block(key, ns.block_bytes), f"wrong bytes under {key.hex()[:12]}"
     return present
+
+
+def held(client: Client, block_bytes: int) -> dict[str, int]:
+    """What is held of the slots of one block size, kind by kind."""
+    found = pool(client, block_bytes)
+    return {kind: found[kind] for kind in ("granted", "quarantined", "leased") if found[kind]}
+
+
+def sessions(client: Client, name: str) -> list[dict[str, Any]]:
+    """All sessions of that name."""
+    return [s for s in client.stats()["sessions"] if s["client"] == name]
+
+
+def start_raw(
+    start: Callable[..., Program], daemon: RunningDaemon, text: str, ns: Namespace, keys: list[bytes]
+) -> tuple[Program, Any]:
+    """A client that speaks for itself, with 4 slots to write to and leases on these blocks: its nonce and slots."""
+    program = start(text, daemon.socket, ns.digest.hex(), *[key.hex() for key in keys])
+    nonce, *slots = map(int, program.hear().split())
+    return program, (nonce, slots[:4], slots[4:])

@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -288,6 +289,23 @@ def test_views_made_in_many_threads_all_go_back(client: Client, user: Client, ns
     gc.collect()
     assert leased(user) == 0
     user.close()
+
+
+def test_views_dropped_by_many_threads_after_close_all_go_back(client: Client, user: Client, ns: Namespace) -> None:
+    """Nobody else speaks on that socket any more: what one finalizer could not tell, another must."""
+    keys = store(ns, names("threads", 32))
+    views = [[ns.acquire([key]).numpy(0) for key in keys] for _ in range(8)]
+    user.close()
+    assert leased(client) == 32
+
+    def drop(mine: list[Any]) -> None:
+        while mine:
+            mine.pop()
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(drop, views))
+    eventually(lambda: session(client, "user") is None, 5, "the session to end with the last view")
+    assert leased(client) == 0
 
 
 CYCLE = """

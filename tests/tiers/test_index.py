@@ -200,7 +200,7 @@ class IndexAgainstADict(RuleBasedStateMachine):
 
 TestIndexAgainstADict = IndexAgainstADict.TestCase
 TestIndexAgainstADict.settings = settings(
-    max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=25, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
