@@ -105,7 +105,7 @@ def put_rows(client: Client) -> list[Row]:
     medians = in_turn({"put": put, "memcpy": memcpy}, 160, 16)
     rows = [_share("put, 16 x 2 MiB", medians["put"], medians["memcpy"], 0.85)]
     ns.clear()
-    with echo_server() as echo:
+    with echo_server() as (echo, _):
         rows.append(_small_put(client, echo))
     return rows
 
@@ -179,19 +179,19 @@ def _share(name: str, ours: float, memcpy: float, bar: float) -> Row:
 
 
 @contextmanager
-def echo_server() -> Iterator[socket.socket]:
-    """A client of a bare asyncio echo server in a process of its own."""
+def echo_server() -> Iterator[tuple[socket.socket, Path]]:
+    """A bare asyncio echo server in a process of its own: a client of it, and its path."""
     with tempfile.TemporaryDirectory() as directory:
-        path = str(Path(directory) / "echo.sock")
+        path = Path(directory) / "echo.sock"
         context = multiprocessing.get_context("spawn")
         ready = context.Event()
-        process = context.Process(target=_echo, args=(path, ready), daemon=True)
+        process = context.Process(target=_echo, args=(str(path), ready), daemon=True)
         process.start()
         try:
             assert ready.wait(30), "the echo server did not start"
             with socket.socket(socket.AF_UNIX) as sock:
-                sock.connect(path)
-                yield sock
+                sock.connect(str(path))
+                yield sock, path
         finally:
             process.kill()
             process.join()

@@ -10,6 +10,7 @@ know it (any more). No thread of ours: what was read is told once a second, ahea
 whatever call comes then.
 """
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +50,6 @@ PART_BYTES = 256 << 20
 
 TOUCH_EVERY_S = 1.0
 TOUCH_TIMEOUT_S = 0.5
-"""Reads remembered between two messages; older ones lose their recency, never their count."""
 
 T = TypeVar("T")
 
@@ -138,11 +138,8 @@ class GrpcTransport:
         return Match(len(tiers), tiers)
 
     def get_into(self, ns: Identity, keys: Sequence[bytes], start: int, out: list[Bytes]) -> int:
-        def take(i: int, pieces: list[memoryview]) -> None:
-            target, at = out[i], 0
-            for piece in pieces:
-                target[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
-                at += len(piece)
+        def take(i: int, block: memoryview) -> None:
+            np.copyto(out[i], np.frombuffer(block, np.uint8))
 
         self._tell()
         until = time.monotonic() + self._stream_s(len(out) * ns.block_bytes)
@@ -153,8 +150,8 @@ class GrpcTransport:
     def acquire(self, ns: Identity, keys: Sequence[bytes], timeout_s: float) -> Lease:
         blocks: list[memoryview] = []
 
-        def take(_: int, pieces: list[memoryview]) -> None:
-            blocks.append(memoryview(b"".join(pieces)))
+        def take(_: int, block: memoryview) -> None:
+            blocks.append(memoryview(bytes(block)))
 
         self._tell()
         keys = keys[:KEYS_MAX]
@@ -162,10 +159,8 @@ class GrpcTransport:
         self._reads.read(keys, 0, held, ns.block_bytes)
         return Lease(lambda: list(blocks), held)
 
-    def _fetch(
-        self, ns: Identity, keys: Sequence[bytes], take: Callable[[int, list[memoryview]], None], until: float
-    ) -> int:
-        """`take(i, pieces)` for each leading block, once it is whole and right; answers how many.
+    def _fetch(self, ns: Identity, keys: Sequence[bytes], take: Callable[[int, memoryview], None], until: float) -> int:
+        """`take(i, block)` for each leading block, once it is whole and right; answers how many.
 
         All in the calling thread: nothing is taken once this has returned.
         """
@@ -175,7 +170,7 @@ class GrpcTransport:
                 part = keys[at : at + part_keys]
 
                 def call(opened: Opened, at: int = at, part: Sequence[bytes] = part) -> int:
-                    return self._fetch_part(opened, ns, part, lambda i, pieces: take(at + i, pieces), until)
+                    return self._fetch_part(opened, ns, part, lambda i, block: take(at + i, block), until)
 
                 got = self._in(ns, call)
                 done += got
@@ -190,7 +185,7 @@ class GrpcTransport:
         opened: Opened,
         ns: Identity,
         keys: Sequence[bytes],
-        take: Callable[[int, list[memoryview]], None],
+        take: Callable[[int, memoryview], None],
         until: float,
     ) -> int:
         channel, done = self._channel, 0
@@ -201,15 +196,18 @@ class GrpcTransport:
             timeout_s = max(until - time.monotonic(), 0.0)
             stream = channel.get(request, timeout=timeout_s, metadata=channel.metadata(opened.epoch))
             try:
-                for pieces in chunks.whole_blocks(_behind_the_count(stream), ns.block_bytes):
-                    take(done, pieces)
+                blocks = chunks.whole_blocks(_behind_the_count(stream), ns.block_bytes)
+                for block in itertools.islice(blocks, len(keys)):
+                    take(done, block)
                     done += 1
-                    if done == len(keys):
-                        return
+                if next(blocks, None) is not None:  # what comes is the end of the stream, or too much
+                    stream.cancel()
             except InvalidArgument as e:
-                log.warning("from %s: %s; it and those behind it count as missing", channel.endpoint, e)
-            finally:
                 stream.cancel()
+                log.warning("from %s: %s; what is left of this stream counts as missing", channel.endpoint, e)
+            except BaseException:
+                stream.cancel()
+                raise
 
         try:
             channel.reach(call)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvstore_client import Client, FailedPrecondition, InvalidArgument, Namespace, Unavailable
+from kvstore_client.session import Session
 from kvstored.v1 import PROTOCOL
 from kvstored.v1 import kvstore_pb2 as pb
 from tests.conftest import RunningDaemon, eventually
@@ -158,6 +159,29 @@ def test_slots_that_a_put_is_writing_to_when_its_connection_breaks_are_not_reuse
     eventually(lambda: hasty.health().reachable, 10, "the client to be back")
     eventually(lambda: [s["held_bytes"] for s in sessions(client, "hasty")] == [0], 5, "its slots to go back")
     assert mine.match(keys).blocks == 0
+
+
+def test_a_lease_that_ends_while_the_client_attaches_again_is_released(
+    client: Client, ns: Namespace, hasty: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = hasty.raw_namespace("rule 3", BLOCK)
+    keys = store(mine, names("ends", 2))
+    kept, views = mine.acquire(keys[:1]).views, mine.acquire(keys[1:]).views
+    call = Session.call
+
+    def call_and_drop(self: Session, request: pb.Request, timeout_s: float | None = None) -> pb.Reply:
+        reply = call(self, request, timeout_s)
+        if request.hello.resume.leased:
+            views.clear()  # after it was named, and before anybody can be told
+        return reply
+
+    monkeypatch.setattr(Session, "call", call_and_drop)
+    (before,) = sessions(client, "hasty")
+    hasty._transport._session._stream.shut()  # type: ignore[attr-defined]
+    eventually(lambda: [s["id"] for s in sessions(client, "hasty")] not in ([], [before["id"]]), 10, "a new session")
+    assert views == []
+    eventually(lambda: [s["leased_slots"] for s in sessions(client, "hasty")] == [1], 5, "the other lease to end")
+    assert bytes(kept[0]) == block(keys[0], BLOCK)
 
 
 # -- Resume in the wrong hands

@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
+import kvstore_client.index
+import kvstore_client.session
 import tests.conftest
 from kvstore_client import Client, FailedPrecondition, Namespace
+from kvstored.mapping import Mapping
 from kvstored.v1 import PROTOCOL
 from kvstored.v1 import kvstore_pb2 as pb
 from tests.conftest import RunningDaemon, eventually
@@ -289,6 +292,25 @@ os.waitpid(pid, 0)
     parent.process.wait(20)
     eventually(lambda: session(client, "parent") is None, 5, "the session to end with the parent")
     parent.say("end")
+
+
+def test_programs_that_a_client_starts_do_not_inherit_the_memory(
+    daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between receiving a descriptor and closing it another thread may start one."""
+    inheritable: list[bool] = []
+
+    class Watched(Mapping):
+        def __init__(self, descriptor: int, size_bytes: int, *, writable: bool) -> None:
+            inheritable.append(os.get_inheritable(descriptor))
+            super().__init__(descriptor, size_bytes, writable=writable)
+
+    monkeypatch.setattr(kvstore_client.session, "Mapping", Watched)
+    monkeypatch.setattr(kvstore_client.index, "Mapping", Watched)
+    with Client(daemon.endpoint) as client:
+        store(client.raw_namespace("rule 3", BLOCK), names("any", 1))
+    assert len(inheritable) >= 2
+    assert not any(inheritable)
 
 
 # -- a socket in other hands

@@ -308,6 +308,26 @@ def test_views_dropped_by_many_threads_after_close_all_go_back(client: Client, u
     assert leased(client) == 0
 
 
+def test_a_view_that_ends_while_another_is_told_of_is_told_of_too(
+    client: Client, user: Client, ns: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its finalizer runs in the middle of a message, when it can send none itself."""
+    keys = store(ns, names("two", 2))
+    views = [ns.acquire([key]).numpy(0) for key in keys]
+    own = user._transport._session  # type: ignore[attr-defined]
+    user.close()
+    send = own._send
+
+    def send_and_drop(frames: bytes) -> None:
+        send(frames)
+        views.clear()
+
+    monkeypatch.setattr(own, "_send", send_and_drop)
+    del views[0]
+    assert views == []
+    eventually(lambda: session(client, "user") is None, 5, "the session to end with the last view")
+
+
 CYCLE = """
 import gc
 client = Client(sys.argv[1], name="cycle")
