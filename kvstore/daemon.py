@@ -182,7 +182,7 @@ class Daemon:
             loops=[loop.stats() for loop in self.loops],
             lock_error=self.slab.lock_error,
             socket=str(self.settings.server.socket),
-            grpc=self.settings.server.grpc,
+            grpc=self.grpc.address if self.grpc is not None else "",
         )
 
     def problems(self) -> list[str]:

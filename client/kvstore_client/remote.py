@@ -138,8 +138,11 @@ class GrpcTransport:
         return Match(len(tiers), tiers)
 
     def get_into(self, ns: Identity, keys: Sequence[bytes], start: int, out: list[Bytes]) -> int:
-        def take(i: int, block: memoryview) -> None:
-            np.copyto(out[i], np.frombuffer(block, np.uint8))
+        def take(i: int, pieces: list[memoryview]) -> None:
+            target, at = out[i], 0
+            for piece in pieces:
+                target[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
+                at += len(piece)
 
         self._tell()
         until = time.monotonic() + self._stream_s(len(out) * ns.block_bytes)
@@ -150,8 +153,8 @@ class GrpcTransport:
     def acquire(self, ns: Identity, keys: Sequence[bytes], timeout_s: float) -> Lease:
         blocks: list[memoryview] = []
 
-        def take(_: int, block: memoryview) -> None:
-            blocks.append(memoryview(bytes(block)))
+        def take(_: int, pieces: list[memoryview]) -> None:
+            blocks.append(memoryview(b"".join(pieces)))
 
         self._tell()
         keys = keys[:KEYS_MAX]
@@ -159,8 +162,10 @@ class GrpcTransport:
         self._reads.read(keys, 0, held, ns.block_bytes)
         return Lease(lambda: list(blocks), held)
 
-    def _fetch(self, ns: Identity, keys: Sequence[bytes], take: Callable[[int, memoryview], None], until: float) -> int:
-        """`take(i, block)` for each leading block, once it is whole and right; answers how many.
+    def _fetch(
+        self, ns: Identity, keys: Sequence[bytes], take: Callable[[int, list[memoryview]], None], until: float
+    ) -> int:
+        """`take(i, pieces)` for each leading block, once it is whole and right; answers how many.
 
         All in the calling thread: nothing is taken once this has returned.
         """
@@ -170,7 +175,7 @@ class GrpcTransport:
                 part = keys[at : at + part_keys]
 
                 def call(opened: Opened, at: int = at, part: Sequence[bytes] = part) -> int:
-                    return self._fetch_part(opened, ns, part, lambda i, block: take(at + i, block), until)
+                    return self._fetch_part(opened, ns, part, lambda i, pieces: take(at + i, pieces), until)
 
                 got = self._in(ns, call)
                 done += got
@@ -185,7 +190,7 @@ class GrpcTransport:
         opened: Opened,
         ns: Identity,
         keys: Sequence[bytes],
-        take: Callable[[int, memoryview], None],
+        take: Callable[[int, list[memoryview]], None],
         until: float,
     ) -> int:
         channel, done = self._channel, 0
@@ -197,8 +202,8 @@ class GrpcTransport:
             stream = channel.get(request, timeout=timeout_s, metadata=channel.metadata(opened.epoch))
             try:
                 blocks = chunks.whole_blocks(_behind_the_count(stream), ns.block_bytes)
-                for block in itertools.islice(blocks, len(keys)):
-                    take(done, block)
+                for pieces in itertools.islice(blocks, len(keys)):
+                    take(done, pieces)
                     done += 1
                 if next(blocks, None) is not None:  # what comes is the end of the stream, or too much
                     stream.cancel()

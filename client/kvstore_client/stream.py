@@ -11,6 +11,7 @@ import select
 import socket
 import struct
 import time
+from array import array
 from collections.abc import Iterator
 
 from kvstored.v1 import DESCRIPTORS_MAX, FRAME_BYTES_MAX
@@ -21,6 +22,8 @@ POLLRDHUP = 0x2000
 """Linux; not in Python's select."""
 
 RECEIVE_BYTES = 64 << 10
+_INT_BYTES = array("i").itemsize
+CONTROL_BYTES = socket.CMSG_LEN(DESCRIPTORS_MAX * _INT_BYTES)
 REPLY_BYTES_MAX = 16 * FRAME_BYTES_MAX
 
 _LENGTH = struct.Struct("<I")
@@ -112,9 +115,11 @@ class Stream:
             if descriptors is None:
                 data = self._socket.recv(RECEIVE_BYTES)
             else:
-                flags = socket.MSG_CMSG_CLOEXEC  # or programs that are started meanwhile would have the memory too
-                data, more, _, _ = socket.recv_fds(self._socket, RECEIVE_BYTES, DESCRIPTORS_MAX, flags)
-                descriptors.extend(more)
+                # Not socket.recv_fds, which drops its flags: programs started meanwhile would have the memory too.
+                data, control, _, _ = self._socket.recvmsg(RECEIVE_BYTES, CONTROL_BYTES, socket.MSG_CMSG_CLOEXEC)
+                for _, kind, body in control:
+                    if kind == socket.SCM_RIGHTS:
+                        descriptors.extend(array("i", body[: len(body) // _INT_BYTES * _INT_BYTES]))
             if not data:
                 raise OSError("the daemon closed it")
             buffer += data

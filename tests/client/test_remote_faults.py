@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -85,10 +86,18 @@ def test_a_daemon_that_is_not_there_is_a_miss() -> None:
         assert time.monotonic() - began < 5.0
 
 
+@pytest.fixture
+def address() -> Iterator[str]:
+    """Where a daemon can listen again: a port may be somebody else's by then."""
+    with tempfile.TemporaryDirectory(prefix="kvstored-test-") as path:
+        yield f"unix:{path}/grpc"
+
+
 @pytest.mark.parametrize("end", ["stop", "kill"])
-def test_a_client_finds_a_daemon_that_was_restarted(start_daemon: Callable[..., RunningDaemon], end: str) -> None:
-    daemon = start_daemon(server__grpc="127.0.0.1:0")
-    address = daemon.grpc_endpoint.removeprefix("grpc://")
+def test_a_client_finds_a_daemon_that_was_restarted(
+    start_daemon: Callable[..., RunningDaemon], address: str, end: str
+) -> None:
+    daemon = start_daemon(server__grpc=address)
     with Client(daemon.grpc_endpoint, timeout_s=2.0) as client:
         names = ("first", "second")
         spaces = {name: client.raw_namespace(name, BLOCK) for name in names}
@@ -97,7 +106,7 @@ def test_a_client_finds_a_daemon_that_was_restarted(start_daemon: Callable[..., 
             assert ns.put(keys, blocks).stored == 2
         getattr(daemon, end)()
         assert_away(client, spaces["first"])
-        daemon.restart(server__grpc=address)
+        daemon.restart()
         # Somebody else is first, so that numbers of namespaces mean others than before.
         with Client(daemon.grpc_endpoint) as other:
             theirs = other.raw_namespace("third", BLOCK)
@@ -115,14 +124,14 @@ def test_a_client_finds_a_daemon_that_was_restarted(start_daemon: Callable[..., 
 
 
 def test_a_namespace_opened_while_the_daemon_was_away_is_used_when_it_comes(
-    start_daemon: Callable[..., RunningDaemon],
+    start_daemon: Callable[..., RunningDaemon], address: str
 ) -> None:
-    daemon = start_daemon(server__grpc="127.0.0.1:0")
+    daemon = start_daemon(server__grpc=address)
     endpoint = daemon.grpc_endpoint
     daemon.kill()
     with Client(endpoint) as client:
         ns = client.raw_namespace("x", BLOCK)
-        daemon.restart(server__grpc=endpoint.removeprefix("grpc://"))
+        daemon.restart()
         keys, blocks = some(ns, 1)
         eventually(lambda: ns.put(keys, blocks).rejected == 0, 10.0, "the daemon to be reached")
         assert ns.get(keys) == blocks

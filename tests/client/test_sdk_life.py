@@ -247,9 +247,16 @@ def test_what_was_held_before_a_restart_is_refused_and_harms_nothing(daemon: Run
 # -- long chains
 
 
-def test_a_chain_longer_than_a_message_takes(client: Client) -> None:
-    count = KEYS_MAX + 1000
-    ns = client.raw_namespace("long", 1024)
+@pytest.mark.parametrize("way", ["unix", "grpc"])
+def test_a_chain_longer_than_a_message_takes(way: str) -> None:
+    with (
+        running(server__grpc="127.0.0.1:0") as daemon,
+        Client(daemon.endpoint if way == "unix" else daemon.grpc_endpoint, timeout_s=10.0) as client,
+    ):
+        put_get_and_remove(client.raw_namespace("long", 1024), KEYS_MAX + 1000)
+
+
+def put_get_and_remove(ns: Namespace, count: int) -> None:
     keys, data = some(ns, count)
     result = ns.put(keys, b"".join(data))
     assert (result.stored, result.existing, result.rejected) == (count, 0, 0)

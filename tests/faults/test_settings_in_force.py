@@ -5,7 +5,6 @@ daemon is held against what `kvstored config` prints, and against a file that wa
 """
 
 import json
-import os
 import subprocess
 from pathlib import Path
 
@@ -101,7 +100,3 @@ def test_a_misspelt_endpoint_is_refused_with_what_is_allowed(endpoint: str, monk
 def test_a_client_with_a_setting_that_cannot_be_is_refused(settings: dict[str, float]) -> None:
     with pytest.raises(InvalidArgument, match="timeout_s"):
         Client("unix:///nowhere/kvstored.sock", **settings)  # type: ignore[arg-type]
-
-
-def test_the_tests_own_environment_does_not_leak_in() -> None:
-    assert not [name for name in os.environ if name.startswith("KVSTORED_") and name != "KVSTORED_SEARCH"]

@@ -18,7 +18,7 @@ import pytest
 from kvstore_client import Client, Layout
 from kvstore_client.namespace import Namespace
 from tests.conftest import RunningDaemon
-from tests.nodes import block
+from tests.nodes import block, running
 
 TOKENS = list(range(640))
 LAYOUT = Layout(
@@ -83,6 +83,12 @@ SAME_BYTES: dict[str, Open] = {
 
 
 @pytest.fixture(scope="module")
+def node() -> Iterator[RunningDaemon]:
+    with running(server__grpc="127.0.0.1:0") as daemon:
+        yield daemon
+
+
+@pytest.fixture(scope="module")
 def stored(node: RunningDaemon) -> Iterator[list[bytes]]:
     """The blocks of TOKENS as LAYOUT, SALT and ADAPTER mean them."""
     blocks = [block(f"kv {i}", LAYOUT.block_bytes) for i in range(10)]
@@ -120,13 +126,13 @@ def test_every_field_of_a_layout_is_varied_here() -> None:
     assert len(set(digests)) == len(digests)
 
 
-@pytest.mark.parametrize("session", ["the same session", "another session"])
+@pytest.mark.parametrize("session", ["the same session", "another session", "gRPC"])
 @pytest.mark.parametrize("changed", [*ONE_FIELD, *SAME_BYTES])
 def test_tokens_miss_under_another_identity(
     node: RunningDaemon, stored: list[bytes], changed: str, session: str
 ) -> None:
     make = (ONE_FIELD | SAME_BYTES)[changed]
-    with Client(node.endpoint, name="reader") as client:
+    with Client(node.grpc_endpoint if session == "gRPC" else node.endpoint, name="reader") as client:
         if session == "the same session":
             everything_found(client, stored)
         ns = make(client)

@@ -1,9 +1,11 @@
 """Client processes under a test's control, and what the daemon says of them."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvstore_client import Client, Namespace
-from tests.conftest import RunningDaemon, eventually, wait_for_line
+from tests.conftest import RunningDaemon, eventually
 from tests.nodes import block
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -62,24 +64,31 @@ class Program:
             [sys.executable, "-c", PREAMBLE + text, *map(str, arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
+            bufsize=0,  # what lies in a buffer of ours is nothing that select could tell
             cwd=CHECKOUT,
         )
+        self._said = b""
 
     @property
     def pid(self) -> int:
         return self.process.pid
 
     def hear(self, timeout_s: float = 30.0) -> str:
-        """The next line it says; fails where it ends instead."""
-        line = wait_for_line(self.process, timeout_s)
-        assert line, f"it ended with {self.process.wait(10)} and said nothing"
-        return line
+        """The next line it says; fails where it ends or says nothing in time."""
+        assert self.process.stdout is not None
+        until = time.monotonic() + timeout_s
+        while b"\n" not in self._said:
+            readable, _, _ = select.select([self.process.stdout], [], [], max(until - time.monotonic(), 0))
+            assert readable, f"nothing from process {self.pid} within {timeout_s} s"
+            more = os.read(self.process.stdout.fileno(), 1 << 16)
+            assert more, f"it ended with {self.process.wait(10)} and said nothing"
+            self._said += more
+        line, _, self._said = self._said.partition(b"\n")
+        return line.decode()
 
     def say(self, line: str) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
+        self.process.stdin.write(line.encode() + b"\n")
 
     def ask(self, line: str, timeout_s: float = 30.0) -> str:
         self.say(line)

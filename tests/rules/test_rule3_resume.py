@@ -74,7 +74,7 @@ def test_calls_to_a_daemon_that_stands_still_end_in_time_and_the_client_resumes(
     slots = mine.reserve(2)
     daemon.pause()
     out = np.empty(BLOCK, np.uint8)
-    with within(0.1):
+    with within(1.0):
         assert mine.get_into(keys[:1], out) == 1, "reads need no daemon"
     new = [mine.key(name) for name in names("new", 8)]
     with within(1.0):
@@ -82,9 +82,9 @@ def test_calls_to_a_daemon_that_stands_still_end_in_time_and_the_client_resumes(
     assert (result.stored, result.rejected) == (0, 8)
     assert isinstance(result.error, Unavailable)
     for call in (lambda: mine.remove(keys), hasty.stats, lambda: mine.pin(keys, ttl_s=1), lambda: mine.reserve(1)):
-        with within(1.5), pytest.raises(Unavailable):
+        with within(3.0), pytest.raises(Unavailable):
             call()
-    with within(1.5):
+    with within(3.0):
         assert not hasty.health().reachable
     assert mine.get_into(keys[:1], out) == 0
     assert len(mine.acquire(keys)) == 0

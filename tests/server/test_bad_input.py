@@ -4,7 +4,6 @@ Whatever a test sends, the daemon afterwards has the sessions, holds, blocks, se
 descriptors that it had before (`steady`).
 """
 
-import gc
 import os
 import random
 import resource
@@ -47,7 +46,6 @@ def steady(watch: Watch) -> Iterator[None]:
     before = watch.state()
     assert not before["problems"]
     yield
-    gc.collect()
     try:
         eventually(lambda: watch.state() == before, 10.0, "the daemon to be as it was")
     except AssertionError:
@@ -265,6 +263,7 @@ def test_connections_that_say_nothing_keep_nobody_out_and_are_told_why_they_end(
             connection.connect(str(node.socket))
         assert watch.client.health().healthy
         served(node)
+        turned_away(node, CLIENTS_MAX - silent)
         eventually(lambda: descriptors(node.pid) <= before, HELLO_WAIT_S + 10, "silent connections to be closed")
         assert one.last_words() == f"no Hello within {HELLO_WAIT_S:.0f} s"
         served(node)
@@ -273,6 +272,14 @@ def test_connections_that_say_nothing_keep_nobody_out_and_are_told_why_they_end(
         for connection in connections:
             connection.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def turned_away(node: RunningDaemon, more: int) -> None:
+    """Above the limit a connection is closed at once, and told why."""
+    wires = [Wire(node.socket, hello=False) for _ in range(more + 1)]
+    assert wires[-1].last_words() == f"{CLIENTS_MAX} clients are connected already"
+    for wire in wires:
+        wire.close()
 
 
 # -- descriptors
@@ -327,7 +334,6 @@ def test_many_clients_one_after_another_leave_nothing(node: RunningDaemon, how: 
         if how == "closed":
             client.close()
         del client, ns
-        gc.collect()
     eventually(lambda: descriptors(os.getpid()) <= mine, 10.0, "own descriptors to be closed")
 
 
