@@ -119,7 +119,7 @@ class Daemon:
             epoch=epoch,
             version=version("kvstored"),
             problems=self.problems,
-            jobs_ready=self.run_jobs,
+            jobs_ready=self._work_ready,
             memory_changed=self._memory_future,
             started=self._started,
             lease_ttl_s=settings.lease.ttl_s,
@@ -236,6 +236,11 @@ class Daemon:
         if self.slab.lock_error:
             log.warning("the slab is not locked in memory and may be swapped out: %s", self.slab.lock_error)
         log.info("slab of %d MiB ready in %.2f s", size_bytes >> 20, time.monotonic() - begun)
+
+    def _work_ready(self) -> None:
+        """After a call that may have left jobs, or found a pool short of free slots."""
+        self.run_jobs()
+        self.loops[0].wake()
 
     def run_jobs(self) -> None:
         """Carries out what the store wants done with memory, and lets growing indexes go on."""

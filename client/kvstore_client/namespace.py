@@ -95,7 +95,7 @@ class Namespace:
         return [block.tobytes() for block in blocks[:copied]]
 
     def acquire(self, keys: Sequence[bytes], timeout_s: float = 1.0) -> Lease:
-        """Holds the leading run in memory for reading in place.
+        """Holds the leading run, of at most 4,096 blocks, in memory for reading in place.
 
         Raises ResourceExhausted where that would be more than one session (a quarter of
         the memory) or all together (three quarters) may hold.

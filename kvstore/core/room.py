@@ -43,9 +43,9 @@ class Room:
         """Memory is on its way: being prefaulted, or waiting for old holders to unmap it."""
         return bool(self._segments.making) or self._segments.drain_bytes > 0
 
-    def make(self, pool: Pool, slots: int) -> None:
-        """Tries to have `slots` free slots in `pool`; there may be fewer afterwards."""
-        while pool.free < slots and self._step(pool):
+    def make(self, pool: Pool, slots: int, *, evict: bool = True) -> None:
+        """Tries to have `slots` free slots in `pool`; there may be fewer. Without `evict` no block goes for them."""
+        while pool.free < slots and self._step(pool, evict=evict):
             pass
 
     def evict_between(self, pool: Pool, high_free: int, low_free: int, blocks_max: int) -> bool:
@@ -73,7 +73,7 @@ class Room:
                 return segment
         return None
 
-    def _step(self, pool: Pool) -> bool:
+    def _step(self, pool: Pool, *, evict: bool) -> bool:
         table = self._segments
         segment = self._fits_unowned(pool)
         if segment is not None:
@@ -84,8 +84,11 @@ class Room:
             table.want(pool)
             if not asked_before:
                 return False
+        if not evict:
+            return False
         oldest = self._policy.oldest_use(pool.order)
         if self._look_elsewhere(pool, oldest) and self._take_colder(pool, oldest):
+            self._until_look.pop(pool, None)  # the next may be colder than what is here, too
             return True
         if self._evict(pool):
             return True

@@ -204,7 +204,10 @@ class Store:
         return refs
 
     def top_up(self, session: Session, namespace: Namespace, want: int) -> list[int]:
-        """Slots ahead for the next put: up to `want` or what is allowed, none being legal."""
+        """Slots ahead for the next put: up to `want` or what is allowed, none being legal.
+
+        Nothing is evicted for them: it might be what has just been stored.
+        """
         if session.recall or session.read_only or session.ended or not session.local:
             return []
         pool = self.pool(namespace)
@@ -212,7 +215,7 @@ class Store:
         if want < 1:
             return []
         allowed = min(want, self._allowed(session, pool))
-        return self._take(session, pool, allowed, INFINITY) if allowed > 0 else []
+        return self._take(session, pool, allowed, INFINITY, evict=False) if allowed > 0 else []
 
     def commit(
         self,
@@ -438,9 +441,9 @@ class Store:
             self.counts.evicted_inner += 1
         self.tree.drop(row)
 
-    def _take(self, session: Session, pool: Pool, count: int, expires: float) -> list[int]:
+    def _take(self, session: Session, pool: Pool, count: int, expires: float, *, evict: bool = True) -> list[int]:
         if pool.free < count:
-            self.room.make(pool, count)
+            self.room.make(pool, count, evict=evict)
         refs = self.segments.take_slots(pool, min(count, pool.free))
         if refs:
             session.grant(refs, pool.block_bytes, pool.slot_bytes, expires)

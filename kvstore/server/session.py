@@ -313,7 +313,10 @@ class ClientSession:
         reply = pb.Reply()  # filled in place: a message given to a constructor is copied
         reply.commit.results.extend(results)  # type: ignore[arg-type]
         if request.want:
-            reply.commit.slots.extend(node.store.top_up(session, namespace, request.want))
+            ahead = node.store.top_up(session, namespace, request.want)
+            reply.commit.slots.extend(ahead)
+            if len(ahead) < request.want:
+                node.jobs_ready()  # have some evicted before the next put asks
         return reply
 
     def abort(self, session: Session, request: pb.AbortRequest) -> pb.AbortReply:

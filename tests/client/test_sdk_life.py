@@ -298,10 +298,6 @@ def test_a_chain_larger_than_the_memory_keeps_its_beginning(way: str, block_byte
         assert client.health().healthy
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a pool that is given a colder segment looks for the next only after a segment's worth of own evictions",
-)
 def test_a_new_block_size_takes_the_room_of_colder_blocks_rather_than_its_own() -> None:
     """A put much smaller than the memory is all there when it returns, whatever sizes were stored before."""
     with running(host__size="32MiB") as daemon, Client(daemon.endpoint) as client:

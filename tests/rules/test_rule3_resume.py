@@ -77,7 +77,7 @@ def test_calls_to_a_daemon_that_stands_still_end_in_time_and_the_client_resumes(
     with within(1.0):
         assert mine.get_into(keys[:1], out) == 1, "reads need no daemon"
     new = [mine.key(name) for name in names("new", 8)]
-    with within(1.0):
+    with within(3.0):
         result = mine.put(new, [block(key, BLOCK) for key in new])
     assert (result.stored, result.rejected) == (0, 8)
     assert isinstance(result.error, Unavailable)
@@ -179,7 +179,7 @@ def test_a_lease_that_ends_while_the_client_attaches_again_is_released(
     (before,) = sessions(client, "hasty")
     hasty._transport._session._stream.shut()  # type: ignore[attr-defined]
     eventually(lambda: [s["id"] for s in sessions(client, "hasty")] not in ([], [before["id"]]), 10, "a new session")
-    assert views == []
+    eventually(lambda: not views, 10, "the answer to be there")
     eventually(lambda: [s["leased_slots"] for s in sessions(client, "hasty")] == [1], 5, "the other lease to end")
     assert bytes(kept[0]) == block(keys[0], BLOCK)
 

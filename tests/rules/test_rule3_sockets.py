@@ -427,4 +427,4 @@ def test_a_reader_that_cannot_be_watched_is_forgotten_when_it_leaves(blind_daemo
         for _ in range(3):
             with Client(blind_daemon.endpoint, name="reader") as reader:
                 reader.raw_namespace("rule 3", BLOCK)
-        assert session(watch, "reader") is None
+        eventually(lambda: not sessions(watch, "reader"), 10, "all of them to be forgotten")
