@@ -55,7 +55,7 @@ class Room:
             return False
         self._short.add(pool)
         for _ in range(blocks_max):
-            if pool.free >= low_free or not self._evict(pool):
+            if pool.free >= low_free or not self._take_or_evict(pool):
                 break
         else:
             if pool.free < low_free:
@@ -86,15 +86,19 @@ class Room:
                 return False
         if not evict:
             return False
-        oldest = self._policy.oldest_use(pool.order)
-        if self._look_elsewhere(pool, oldest) and self._take_colder(pool, oldest):
-            self._until_look.pop(pool, None)  # the next may be colder than what is here, too
-            return True
-        if self._evict(pool):
+        if self._take_or_evict(pool):
             return True
         if not self.pending:
             self._take_apart(pool)
         return False
+
+    def _take_or_evict(self, pool: Pool) -> bool:
+        """What was used longest ago goes: a segment of another block size, or a block of this one."""
+        oldest = self._policy.oldest_use(pool.order)
+        if self._look_elsewhere(pool, oldest) and self._take_colder(pool, oldest):
+            self._until_look.pop(pool, None)  # the next may be colder than what is here, too
+            return True
+        return self._evict(pool)
 
     def _evict(self, pool: Pool) -> bool:
         row = self._policy.victim(pool.order)

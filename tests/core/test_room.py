@@ -459,5 +459,7 @@ class TestWatermarks:
         while scene.store.evict_step(0.8, 0.5, 4):
             pass
         for pool in pools:
-            assert pool.free >= pool.slots // 2
+            # Half of what it had when its turn came: a segment may have moved to it meanwhile.
+            assert pool.free >= (pool.slots - pool.slots // len(pool.segments)) // 2
+            assert pool.free > pool.slots * (1 - 0.8)
         scene.check()
