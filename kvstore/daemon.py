@@ -90,6 +90,7 @@ async def _serve(settings: Settings) -> int:
         log.info("stopped before it was ready")
     finally:
         await daemon.stop()
+    log.info("stopped")
     return 0
 
 

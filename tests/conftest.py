@@ -54,7 +54,11 @@ class RunningDaemon:
         with self._log_path.open("ab") as log:
             self._log_start = log.tell()
             self.process = subprocess.Popen(self.command(), stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-        eventually(lambda: self._ready() or self.process.poll() is not None, START_S, "the daemon to be ready")
+        try:
+            eventually(lambda: self._ready() or self.process.poll() is not None, START_S, "the daemon to be ready")
+        except BaseException:
+            self.kill()
+            raise
         if self.process.poll() is not None:
             raise AssertionError(f"kvstored ended with {self.process.returncode}:\n{self.output()}")
 
@@ -118,9 +122,18 @@ def eventually(condition: Callable[[], Any], timeout_s: float = 10.0, what: str 
 def wait_for_line(process: "subprocess.Popen[str]", timeout_s: float = 30.0) -> str:
     """The next line that a child process prints; fails when it ends or says nothing in time."""
     assert process.stdout is not None
-    readable, _, _ = select.select([process.stdout], [], [], timeout_s)
-    assert readable, f"nothing from process {process.pid} within {timeout_s} s"
-    return process.stdout.readline().strip()
+    descriptor, line = process.stdout.fileno(), b""
+    until = time.monotonic() + timeout_s
+    # Byte by byte from the descriptor: a second line that arrives at once stays there for the next call.
+    while not line.endswith(b"\n"):
+        left = max(until - time.monotonic(), 0)
+        readable, _, _ = select.select([descriptor], [], [], left)
+        assert readable, f"nothing (more than {line!r}) from process {process.pid} within {timeout_s} s"
+        byte = os.read(descriptor, 1)
+        if not byte:
+            break
+        line += byte
+    return line.decode().strip()
 
 
 @pytest.fixture

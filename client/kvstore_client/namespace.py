@@ -16,6 +16,10 @@ from kvstored.v1.errors import InvalidArgument
 TOKEN_MIN, TOKEN_MAX = -(1 << 63), (1 << 63) - 1
 
 
+GET_BYTES = 1 << 30
+"""What `get` asks for at once; memory is taken only for blocks that are found."""
+
+
 class Namespace:
     """What `Client.namespace` and `Client.raw_namespace` give. Safe to use from many threads.
 
@@ -86,13 +90,16 @@ class Namespace:
     def get(self, keys: Sequence[bytes]) -> list[bytes]:
         """The leading blocks as bytes."""
         keys = checked_keys(keys)
-        found = self._transport.match(self._identity, keys).blocks
-        if not found:
-            return []
-        out = np.empty(found * self.block_bytes, np.uint8)
-        blocks = buffers.as_blocks(out, found, self.block_bytes, "out")
-        copied = self._transport.get_into(self._identity, keys[:found], 0, blocks)
-        return [block.tobytes() for block in blocks[:copied]]
+        found: list[bytes] = []
+        at_once = max(GET_BYTES // self.block_bytes, 1)
+        while len(found) < len(keys):
+            part = keys[: len(found) + at_once]
+            out = np.empty((len(part) - len(found), self.block_bytes), np.uint8)
+            copied = self._transport.get_into(self._identity, part, len(found), list(out))
+            found += [block.tobytes() for block in out[:copied]]
+            if copied < len(out):
+                break
+        return found
 
     def acquire(self, keys: Sequence[bytes], timeout_s: float = 1.0) -> Lease:
         """Holds the leading run, of at most 4,096 blocks, in memory for reading in place.
@@ -131,7 +138,10 @@ class Namespace:
         return self._transport.put(self._identity, keys, start, arrays, hint, durable)
 
     def reserve(self, n: int) -> Slots:
-        """`n` slots to fill in place. Raises ResourceExhausted; use as a `with` block."""
+        """`n` slots to fill in place, all or none; use as a `with` block.
+
+        Raises ResourceExhausted (a session holds at most a quarter of the memory) and Unavailable.
+        """
         if not isinstance(n, int) or n < 1:
             raise InvalidArgument(f"n={n!r} is not a whole number above 0")
         return self._transport.reserve(self._identity, n)

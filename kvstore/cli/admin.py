@@ -4,6 +4,7 @@ Exit status: 0 done, 1 the daemon cannot be reached or refuses, 2 wrong usage.
 """
 
 import json
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -61,6 +62,7 @@ def fetch_stats(endpoint: str) -> dict[str, Any]:
     try:
         from kvstore_client import Client
 
+        logging.getLogger("kvstore_client").setLevel(logging.ERROR)  # what went wrong is said once, below
         client = Client(endpoint)
         try:
             reply: dict[str, Any] = client.stats()

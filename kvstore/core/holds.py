@@ -80,6 +80,8 @@ class Session:
     """Block size -> slots granted."""
     held_bytes: int = 0
     """Slots granted and slots leased, each slot counted once."""
+    committed: float = INFINITY
+    """When it last stored a block; infinity before."""
     ended: bool = False
     """The socket is gone, the process is not: what it held is quarantined."""
     detach: set[int] = field(default_factory=set)

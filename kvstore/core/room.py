@@ -43,9 +43,14 @@ class Room:
         """Memory is on its way: being prefaulted, or waiting for old holders to unmap it."""
         return bool(self._segments.making) or self._segments.drain_bytes > 0
 
-    def make(self, pool: Pool, slots: int, *, evict: bool = True) -> None:
-        """Tries to have `slots` free slots in `pool`; there may be fewer. Without `evict` no block goes for them."""
-        while pool.free < slots and self._step(pool, evict=evict):
+    def make(self, pool: Pool, slots: int, *, evict: bool = True, keep_since: float = INFINITY) -> None:
+        """Tries to have `slots` free slots in `pool`; there may be fewer.
+
+        Without `evict` no block goes for them. Blocks used at `keep_since` or later go only
+        for the first slot: they are what the caller has just stored, and a chain would be
+        eaten from its end by its own next blocks.
+        """
+        while pool.free < slots and self._step(pool, evict=evict, keep_since=keep_since):
             pass
 
     def evict_between(self, pool: Pool, high_free: int, low_free: int, blocks_max: int) -> bool:
@@ -73,7 +78,7 @@ class Room:
                 return segment
         return None
 
-    def _step(self, pool: Pool, *, evict: bool) -> bool:
+    def _step(self, pool: Pool, *, evict: bool, keep_since: float) -> bool:
         table = self._segments
         segment = self._fits_unowned(pool)
         if segment is not None:
@@ -86,6 +91,8 @@ class Room:
                 return False
         if not evict:
             return False
+        if pool.free and self._policy.oldest_use(pool.order) >= keep_since:
+            return self._take_colder(pool, keep_since)
         if self._take_or_evict(pool):
             return True
         if not self.pending:

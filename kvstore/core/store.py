@@ -247,6 +247,7 @@ class Store:
             else:
                 results.append(REJECTED)
         session.ungranted(len(new), pool.block_bytes, pool.slot_bytes)
+        session.committed = now
         self.tree.list_new(tenant, pool, new, now)
         if known:
             self.tree.touch(known, now)
@@ -443,7 +444,7 @@ class Store:
 
     def _take(self, session: Session, pool: Pool, count: int, expires: float, *, evict: bool = True) -> list[int]:
         if pool.free < count:
-            self.room.make(pool, count, evict=evict)
+            self.room.make(pool, count, evict=evict, keep_since=session.committed)
         refs = self.segments.take_slots(pool, min(count, pool.free))
         if refs:
             session.grant(refs, pool.block_bytes, pool.slot_bytes, expires)

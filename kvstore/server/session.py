@@ -343,15 +343,19 @@ class ClientSession:
         return calls.touch(self.server.node, session.tenant, request)
 
     def remove(self, session: Session, request: pb.RemoveRequest) -> pb.RemoveReply:
+        _check_changes(session)
         return calls.remove(self.server.node, session.tenant, request)
 
     def pin(self, session: Session, request: pb.PinRequest) -> pb.PinReply:
+        _check_changes(session)
         return calls.pin(self.server.node, session.tenant, request)
 
     def unpin(self, session: Session, request: pb.UnpinRequest) -> pb.UnpinReply:
+        _check_changes(session)
         return calls.unpin(self.server.node, session.tenant, request)
 
     async def clear(self, session: Session, request: pb.ClearRequest) -> pb.ClearReply:
+        _check_changes(session)
         return await calls.clear(self.server.node, session.tenant, request)
 
     def sync(self, session: Session, request: pb.SyncRequest) -> pb.SyncReply:
@@ -368,6 +372,11 @@ class ClientSession:
 
     def health(self, _: Session, __: pb.HealthRequest) -> pb.HealthReply:
         return calls.health(self.server.node)
+
+
+def _check_changes(session: Session) -> None:
+    if session.read_only:
+        raise FailedPrecondition("this session is read-only: it may not remove, pin or clear")
 
 
 CALLS: dict[str, Callable[[ClientSession, Session, Any], Any]] = {

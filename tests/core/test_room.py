@@ -459,7 +459,6 @@ class TestWatermarks:
         while scene.store.evict_step(0.8, 0.5, 4):
             pass
         for pool in pools:
-            # Half of what it had when its turn came: a segment may have moved to it meanwhile.
-            assert pool.free >= (pool.slots - pool.slots // len(pool.segments)) // 2
-            assert pool.free > pool.slots * (1 - 0.8)
+            # Half of what it had when its turn came; segments may have moved to it meanwhile.
+            assert pool.free >= int(pool.slots * 0.4)
         scene.check()

@@ -1,0 +1,49 @@
+"""What calls answer is what the next reader finds, and counts are what was asked for."""
+
+from collections.abc import Callable
+
+import pytest
+
+from kvstore_client import Client, FailedPrecondition
+from tests.conftest import RunningDaemon
+
+BLOCK = 64 << 10
+
+
+def test_a_put_larger_than_the_memory_says_stored_only_of_what_is_there(
+    start_daemon: Callable[..., RunningDaemon],
+) -> None:
+    daemon = start_daemon(host__size="16MiB")
+    with Client(daemon.endpoint) as client:
+        ns = client.raw_namespace("large", BLOCK)
+        keys = [ns.key(b"%d" % i) for i in range(400)]
+        data = [bytes([i % 251]) * BLOCK for i in range(400)]
+        result = ns.put(keys, data)
+        assert result.stored + result.existing + result.rejected == len(keys)
+        assert result.rejected >= 400 - 256
+        there = ns.match(keys).blocks
+        assert there > 128, "the beginning of the chain is kept"
+        assert there <= result.stored <= there + 16, "no more is called stored than is found"
+        assert ns.get(keys) == data[:there]
+
+
+def test_get_counts_what_it_was_asked_for(daemon: RunningDaemon) -> None:
+    with Client(daemon.endpoint) as client:
+        ns = client.raw_namespace("counted", 4096)
+        keys = [ns.key(b"%d" % i) for i in range(10)]
+        ns.put(keys[:6], bytes(6 * 4096))
+        assert len(ns.get(keys)) == 6
+        counters = client.stats()["counters"]
+        assert (counters["hits"], counters["misses"]) == (6, 4)
+        assert (counters["match_hits"], counters["match_misses"]) == (0, 0)
+
+
+def test_a_read_only_client_changes_nothing(daemon: RunningDaemon) -> None:
+    with Client(daemon.endpoint) as writer, Client(daemon.endpoint, read_only=True) as reader:
+        ns, seen = writer.raw_namespace("kept", 4096), reader.raw_namespace("kept", 4096)
+        keys = [ns.key(b"a")]
+        ns.put(keys, bytes(4096))
+        for change in (lambda: seen.remove(keys), lambda: seen.pin(keys, 10.0), lambda: seen.unpin(keys), seen.clear):
+            with pytest.raises(FailedPrecondition, match="read-only"):
+                change()
+        assert seen.get(keys) == [bytes(4096)]
