@@ -441,7 +441,9 @@ def _views(
             raise Unavailable(f"segment {number} of a held slot is gone")
         exporter = mapping.exporter(0, mapping.size_bytes)
         exporter.hold = hold
-        view = memoryview(exporter).cast("B")
+        # Through an array, which the garbage collector does not look into: it would end the hold of a view in a
+        # garbage cycle before the finalizers that may still use the view.
+        view = np.frombuffer(exporter, np.uint8).data
         whole[number] = view if writable else view.toreadonly()
     views = []
     for slot in slots:

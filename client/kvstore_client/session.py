@@ -108,7 +108,10 @@ class Session:
                 hello.resume.granted.extend(before.writing)
                 self.hello = self.call(pb.Request(hello=hello)).hello
                 if self.hello.resumed:
-                    self.holds, self.writing = before.holds, before.writing
+                    # What the daemon did not carry over was stored by a commit whose answer never came. Whoever
+                    # wrote it must not give it back: by then the slot may be granted again, also to this session.
+                    before.writing.intersection_update(self.hello.granted)
+                    self.holds, self.writing = before.holds, set(before.writing)
                     before._forward = self
                 else:
                     before._abandoned = True
@@ -286,8 +289,9 @@ class Session:
                     except KVStoreError as e:
                         error = error or e
             self.used_grants_at = time.monotonic()
-            if self._recalled:
+            if self._recalled or self._leaving:
                 self._give_back()
+            self._leave_if_free()
         if error is not None:
             raise error
         return results
@@ -342,15 +346,10 @@ class Session:
         self.tell()
 
     def write_hold(self, slots: list[int]) -> Hold:
-        """A hold for slots being written to: given up when it ends, unless they were committed."""
+        """A hold for slots being written to: given up when it ends. A commit empties the list."""
         hold = Hold()
-        weakref.finalize(hold, self.give_up_uncommitted, slots).atexit = False
+        weakref.finalize(hold, self.give_up, slots).atexit = False
         return hold
-
-    def give_up_uncommitted(self, slots: list[int]) -> None:
-        """`slots` is emptied by a commit."""
-        if slots:
-            self.give_up(list(slots))
 
     # -- telling the daemon what needs no answer
 
@@ -376,6 +375,11 @@ class Session:
         if self._forward is not None:
             while self._ended:
                 number, slots = self._ended.popleft()
+                if number == WRITTEN:
+                    slots = [slot for slot in slots if slot in self.writing]
+                    self.writing.difference_update(slots)
+                    if not slots:
+                        continue
                 # One by one: a commit whose answer never arrived may have taken some, and an abort is all or nothing.
                 self._forward._ended.extend([(number, [slot]) for slot in slots] or [(number, slots)])
             self._forward.tell()
@@ -432,7 +436,7 @@ class Session:
 
     def sync(self) -> None:
         """Tells which segments are unmapped by now; the answer may ask for more. Raises like any call."""
-        gone = [number for number, mapping in self.unmapping.items() if mapping is None or mapping() is None]
+        gone = [number for number, mapping in list(self.unmapping.items()) if mapping is None or mapping() is None]
         self.call(pb.Request(sync=pb.SyncRequest(detached=gone)))
         for number in gone:
             self.unmapping.pop(number, None)

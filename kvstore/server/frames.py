@@ -10,10 +10,13 @@ is read from that client (a client that stops reading stops itself, and only its
 
 import asyncio
 import contextlib
+import errno
+import fcntl
 import os
 import select
 import socket
 import struct
+import termios
 from collections import deque
 from collections.abc import Callable
 
@@ -24,7 +27,11 @@ READ_BYTES = 256 << 10
 FRAMES_A_TURN = 64
 """Requests of one client answered before others get their turn."""
 
+RETRY_S = 0.005
+"""Until descriptors that could not be sent are tried again."""
+
 _LENGTH = struct.Struct("<I")
+_INT = struct.Struct("i")
 
 
 class FrameError(Exception):
@@ -104,6 +111,7 @@ class Connection:
         for _, descriptors in self._out:
             _close_all(descriptors)
         self._out.clear()
+        self._in = bytearray()
         self._socket.close()
         self._on_closed(self, reason)
 
@@ -165,11 +173,17 @@ class Connection:
     def _flush(self) -> None:
         while self._out:
             data, descriptors = self._out[0]
+            if descriptors and self._unread():
+                self._retry_soon()
+                return
             try:
                 sent = socket.send_fds(self._socket, [data], descriptors) if descriptors else self._socket.send(data)
             except (BlockingIOError, InterruptedError):
                 break
             except OSError as e:
+                if e.errno == errno.ETOOMANYREFS:
+                    self._retry_soon()  # others' descriptors are in flight: not this client's fault
+                    return
                 self.close(f"sending: {e.strerror}")
                 return
             _close_all(descriptors)
@@ -180,6 +194,25 @@ class Connection:
         if self._out:
             self._loop.add_writer(self._socket, self._writable)
             self._read_more(False)
+
+    def _unread(self) -> bool:
+        """Whether the peer has not taken all that was sent: descriptors wait until it has.
+
+        The kernel bounds the descriptors that a user has in flight, over all sockets, so one
+        client that asks for segments and reads nothing would shut out every other.
+        """
+        (waiting,) = _INT.unpack(fcntl.ioctl(self._socket, termios.TIOCOUTQ, _INT.pack(0)))
+        return bool(waiting)
+
+    def _retry_soon(self) -> None:
+        self._read_more(False)
+        self._turn = self._loop.call_later(RETRY_S, self._retry)
+
+    def _retry(self) -> None:
+        self._turn = None
+        self._flush()
+        if not self.closed and not self._out:
+            self._frames()
 
     def _writable(self) -> None:
         self._loop.remove_writer(self._socket)

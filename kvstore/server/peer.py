@@ -47,13 +47,15 @@ class Peer:
 
 
 def peer_of(sock: socket.socket) -> Peer:
-    """The process that connected this Unix socket."""
+    """The process that connected this Unix socket. Raises OSError where no descriptor is left to watch it with."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
     try:
         pidfd = sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
         os.set_inheritable(pidfd, False)
     except OSError as e:
+        if e.errno in (errno.EMFILE, errno.ENFILE):
+            raise  # a shortage of a moment is no reason to call the process unwatchable for good
         if e.errno != errno.ENOPROTOOPT:
             # The process is gone; by its number we might find another one.
             return Peer(pid, uid, -1, f"no pidfd of process {pid}: {e.strerror}")

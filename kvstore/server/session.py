@@ -206,6 +206,7 @@ class ClientSession:
             tenant_bytes=node.store.segments.tenant_bytes(tenant.id),
             oldest_protocol=PROTOCOL_OLDEST,
             resumed=resumed,
+            granted=session.granted,
         )
 
     def _resume(self, old: "ClientSession", heir: Session, resume: pb.Resume) -> bool:

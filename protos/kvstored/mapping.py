@@ -80,7 +80,7 @@ class Mapping:
 
         Anything made from it (numpy arrays, slices) keeps that object, and so the mapping, alive.
         """
-        return memoryview(self.exporter(start, size_bytes)).cast("B")
+        return np.frombuffer(self.exporter(start, size_bytes), np.uint8).data
 
     def exporter(self, start: int, size_bytes: int) -> Any:
         """The object behind `view`: a weak reference to it dies with the last user of its bytes."""

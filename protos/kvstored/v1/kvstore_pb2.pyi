@@ -81,7 +81,7 @@ class Resume(_message.Message):
     def __init__(self, nonce: _Optional[int] = ..., leased: _Optional[_Iterable[int]] = ..., granted: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("protocol", "nonce", "epoch", "version", "pid", "read_only", "read_only_reason", "tenant_bytes", "oldest_protocol", "resumed")
+    __slots__ = ("protocol", "nonce", "epoch", "version", "pid", "read_only", "read_only_reason", "tenant_bytes", "oldest_protocol", "resumed", "granted")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +92,7 @@ class HelloReply(_message.Message):
     TENANT_BYTES_FIELD_NUMBER: _ClassVar[int]
     OLDEST_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     nonce: int
     epoch: int
@@ -102,7 +103,8 @@ class HelloReply(_message.Message):
     tenant_bytes: int
     oldest_protocol: int
     resumed: bool
-    def __init__(self, protocol: _Optional[int] = ..., nonce: _Optional[int] = ..., epoch: _Optional[int] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., read_only: bool = ..., read_only_reason: _Optional[str] = ..., tenant_bytes: _Optional[int] = ..., oldest_protocol: _Optional[int] = ..., resumed: bool = ...) -> None: ...
+    granted: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, protocol: _Optional[int] = ..., nonce: _Optional[int] = ..., epoch: _Optional[int] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., read_only: bool = ..., read_only_reason: _Optional[str] = ..., tenant_bytes: _Optional[int] = ..., oldest_protocol: _Optional[int] = ..., resumed: bool = ..., granted: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class IndexRequest(_message.Message):
     __slots__ = ()
