@@ -1,4 +1,4 @@
-"""Rule 2: whoever used a slot once cannot give it back when it is somebody else's, and a view is held while it can be read.
+"""Rule 2: no slot is given back by an earlier user of it, and a view is held as long as it can be read.
 
 Both were met by trying to break the store: a wrong byte was served.
 """
