@@ -43,7 +43,13 @@ def test_a_read_only_client_changes_nothing(daemon: RunningDaemon) -> None:
         ns, seen = writer.raw_namespace("kept", 4096), reader.raw_namespace("kept", 4096)
         keys = [ns.key(b"a")]
         ns.put(keys, bytes(4096))
-        for change in (lambda: seen.remove(keys), lambda: seen.pin(keys, 10.0), lambda: seen.unpin(keys), seen.clear):
+        changes: list[Callable[[], int]] = [
+            lambda: seen.remove(keys),
+            lambda: seen.pin(keys, 10.0),
+            lambda: seen.unpin(keys),
+            seen.clear,
+        ]
+        for change in changes:
             with pytest.raises(FailedPrecondition, match="read-only"):
                 change()
         assert seen.get(keys) == [bytes(4096)]
