@@ -215,33 +215,18 @@ class LocalTransport:
             session.reads.used(keys)
             if durable and not todo:
                 session.call(commit_request(opened.namespace_id, keys, [], [], hint, True, 0))
-        stored, parts = 0, 0
+        stored = 0
         error: KVStoreError | None = None
         while todo and error is None:
             part, todo = todo[:COMMIT_BLOCKS], todo[COMMIT_BLOCKS:]
             done, known, error, left = self._put_part(session, ns, opened, keys, start, blocks, part, hint, durable)
-            stored, existing, todo, parts = stored + done, existing + known, left + todo, parts + 1
-            if error is None and parts > 1:
-                end = todo[0] if todo else len(keys)
-                kept = self._kept(session, ns, keys[start:end])
-                if kept < end - start:
-                    error = ResourceExhausted(
-                        f"the memory keeps {kept} of these blocks: the end made the next give way"
-                    )
-                    stored, existing = max(kept - existing, 0), min(existing, kept)
+            stored, existing, todo = stored + done, existing + known, left + todo
         if isinstance(error, Unavailable):
             existing = 0
         rejected = len(blocks) - stored - existing
         if isinstance(error, ResourceExhausted) and not stored and not existing:
             raise error
         return PutResult(stored, existing, rejected, error)
-
-    def _kept(self, session: Session, ns: Identity, keys: Sequence[bytes]) -> int:
-        """How many leading ones of these are there; a session that is dead is found out by the next call."""
-        try:
-            return self._index(session).leading(keys, ns.block_bytes)[0]
-        except Unavailable:
-            return len(keys)
 
     def _absent(self, session: Session, ns: Identity, keys: Sequence[bytes], start: int) -> list[int]:
         """Places in `keys` from `start` whose blocks are not there."""

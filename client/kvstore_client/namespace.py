@@ -126,7 +126,8 @@ class Namespace:
         """Stores keys[start:]; `keys` is the whole chain, so that parents are known.
 
         `blocks`: one buffer or array of all of them in a row, or a list of one each.
-        Acknowledged means visible to every reader on the node. What finds no room is
+        Acknowledged means visible to every reader on the node, not kept: a put larger than what
+        can be evicted makes its own end give way, as `match` tells afterwards. What finds no room is
         counted as rejected; where nothing at all finds room, ResourceExhausted is raised.
         While the daemon is away everything is rejected.
         """
