@@ -246,6 +246,3 @@ def _in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_in_child)
-
-
-os.register_at_fork(after_in_child=_in_child)
