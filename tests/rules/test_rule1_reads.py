@@ -277,17 +277,19 @@ with Client(sys.argv[1], name="writer") as client:
 """
 
 READER = """
-import random, time
+import random, select, time
 chance = random.Random(int(sys.argv[2]))
 reads_wanted, until, careless = int(sys.argv[3]), time.monotonic() + float(sys.argv[4]), sys.argv[5] == "careless"
 with Client(sys.argv[1], name="reader") as client:
     ns = client.raw_namespace("rule 1", 4096)
     if careless:
-        # A reader that checks something which never changes: the first word of the header.
+        # A reader that checks something which never changes: the first word of the header. It waits
+        # a millisecond before it copies, so that the writer gets in between on every machine.
         session = client._transport._session
         find = type(session.index).find
         def find_and_forget(index, key):
             entry = find(index, key)
+            select.select([], [], [], 0.001)
             return entry and (0, index.numbers[0], *entry[2:])
         type(session.index).find = find_and_forget
     keys = [ns.key(b"rewritten %d" % i) for i in range(64)]
@@ -297,7 +299,7 @@ with Client(sys.argv[1], name="reader") as client:
     reads = calls = short = wrong = 0
     generations, indexes = set(), 0
     while reads < reads_wanted and time.monotonic() < until and not (careless and wrong):
-        for _ in range(100):
+        for _ in range(5 if careless else 100):
             count = chance.choice((1, 1, 2, 4, 16))
             start = chance.randrange(0, 65 - count)
             got = ns.get_into(keys[start : start + count], rows[:count])
