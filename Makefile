@@ -45,6 +45,8 @@ bench: .venv/.stamp-dev  ## the benchmarks; ARGS=--help says more
 protos: .venv/.stamp-dev  ## generate the Python code of the contract again
 	$(PY) -m grpc_tools.protoc -I protos --python_out=protos --pyi_out=protos --grpc_python_out=protos \
 		$(GENERATED)/kvstore.proto
+	$(PY) -m grpc_tools.protoc -I protos --python_out=protos --pyi_out=protos \
+		$(GENERATED)/stats.proto $(GENERATED)/admin.proto
 
 wheel-check: .venv/.stamp-dev  ## build the wheel and try it in three fresh environments
 	$(PY) tests/packaging/wheel_check.py

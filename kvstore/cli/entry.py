@@ -7,7 +7,10 @@ without what they need. So nothing outside the standard library is imported at t
 import importlib.util
 import sys
 
-DAEMON_PACKAGES = ("click", "rich", "pydantic", "pydantic_settings")
+DAEMON_PACKAGES = (
+    "aiohttp", "click", "grpc_health", "grpc_reflection", "prometheus_client", "pydantic", "pydantic_settings", "rich",
+    "structlog",
+)  # fmt: skip
 
 
 def kvstored() -> None:

@@ -1,11 +1,51 @@
+from kvstored.v1 import admin_pb2 as _admin_pb2
+from kvstored.v1 import stats_pb2 as _stats_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+from kvstored.v1.admin_pb2 import InspectRequest as InspectRequest
+from kvstored.v1.admin_pb2 import InspectReply as InspectReply
+from kvstored.v1.admin_pb2 import Copy as Copy
+from kvstored.v1.admin_pb2 import KeyInfo as KeyInfo
+from kvstored.v1.admin_pb2 import NamespaceInfo as NamespaceInfo
+from kvstored.v1.admin_pb2 import SessionInfo as SessionInfo
+from kvstored.v1.admin_pb2 import SegmentInfo as SegmentInfo
+from kvstored.v1.admin_pb2 import EvictRequest as EvictRequest
+from kvstored.v1.admin_pb2 import EvictKeys as EvictKeys
+from kvstored.v1.admin_pb2 import EvictReply as EvictReply
+from kvstored.v1.admin_pb2 import EndSessionRequest as EndSessionRequest
+from kvstored.v1.admin_pb2 import EndSessionReply as EndSessionReply
+from kvstored.v1.stats_pb2 import StatsRequest as StatsRequest
+from kvstored.v1.stats_pb2 import StatsReply as StatsReply
+from kvstored.v1.stats_pb2 import DaemonStats as DaemonStats
+from kvstored.v1.stats_pb2 import HostStats as HostStats
+from kvstored.v1.stats_pb2 import PoolStats as PoolStats
+from kvstored.v1.stats_pb2 import SessionStats as SessionStats
+from kvstored.v1.stats_pb2 import Counters as Counters
+from kvstored.v1.stats_pb2 import OperationStats as OperationStats
+from kvstored.v1.stats_pb2 import CallStats as CallStats
+from kvstored.v1.stats_pb2 import IndexStats as IndexStats
+from kvstored.v1.stats_pb2 import LoopStats as LoopStats
+from kvstored.v1.stats_pb2 import NamespaceStats as NamespaceStats
+from kvstored.v1.stats_pb2 import HealthRequest as HealthRequest
+from kvstored.v1.stats_pb2 import HealthReply as HealthReply
+from kvstored.v1.stats_pb2 import Tier as Tier
+from kvstored.v1.stats_pb2 import Operation as Operation
 
 DESCRIPTOR: _descriptor.FileDescriptor
+TIER_NONE: _stats_pb2.Tier
+TIER_GPU: _stats_pb2.Tier
+TIER_HOST: _stats_pb2.Tier
+TIER_SSD: _stats_pb2.Tier
+TIER_REMOTE: _stats_pb2.Tier
+OPERATION_NONE: _stats_pb2.Operation
+OPERATION_GET: _stats_pb2.Operation
+OPERATION_ACQUIRE: _stats_pb2.Operation
+OPERATION_MATCH: _stats_pb2.Operation
+OPERATION_PUT: _stats_pb2.Operation
 
 class Code(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -23,14 +63,6 @@ class CommitResult(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     STORED: _ClassVar[CommitResult]
     EXISTS: _ClassVar[CommitResult]
     REJECTED: _ClassVar[CommitResult]
-
-class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    TIER_NONE: _ClassVar[Tier]
-    TIER_GPU: _ClassVar[Tier]
-    TIER_HOST: _ClassVar[Tier]
-    TIER_SSD: _ClassVar[Tier]
-    TIER_REMOTE: _ClassVar[Tier]
 OK: Code
 INVALID_ARGUMENT: Code
 DEADLINE_EXCEEDED: Code
@@ -42,11 +74,6 @@ UNAUTHENTICATED: Code
 STORED: CommitResult
 EXISTS: CommitResult
 REJECTED: CommitResult
-TIER_NONE: Tier
-TIER_GPU: Tier
-TIER_HOST: Tier
-TIER_SSD: Tier
-TIER_REMOTE: Tier
 
 class Error(_message.Message):
     __slots__ = ("code", "message")
@@ -81,7 +108,7 @@ class Resume(_message.Message):
     def __init__(self, nonce: _Optional[int] = ..., leased: _Optional[_Iterable[int]] = ..., granted: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("protocol", "nonce", "epoch", "version", "pid", "read_only", "read_only_reason", "tenant_bytes", "oldest_protocol", "resumed", "granted")
+    __slots__ = ("protocol", "nonce", "epoch", "version", "pid", "read_only", "read_only_reason", "tenant_bytes", "oldest_protocol", "resumed", "granted", "token")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +120,7 @@ class HelloReply(_message.Message):
     OLDEST_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
     GRANTED_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     nonce: int
     epoch: int
@@ -104,7 +132,8 @@ class HelloReply(_message.Message):
     oldest_protocol: int
     resumed: bool
     granted: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, protocol: _Optional[int] = ..., nonce: _Optional[int] = ..., epoch: _Optional[int] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., read_only: bool = ..., read_only_reason: _Optional[str] = ..., tenant_bytes: _Optional[int] = ..., oldest_protocol: _Optional[int] = ..., resumed: bool = ..., granted: _Optional[_Iterable[int]] = ...) -> None: ...
+    token: bytes
+    def __init__(self, protocol: _Optional[int] = ..., nonce: _Optional[int] = ..., epoch: _Optional[int] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., read_only: bool = ..., read_only_reason: _Optional[str] = ..., tenant_bytes: _Optional[int] = ..., oldest_protocol: _Optional[int] = ..., resumed: bool = ..., granted: _Optional[_Iterable[int]] = ..., token: _Optional[bytes] = ...) -> None: ...
 
 class IndexRequest(_message.Message):
     __slots__ = ()
@@ -141,14 +170,16 @@ class Segment(_message.Message):
     def __init__(self, id: _Optional[int] = ..., size_bytes: _Optional[int] = ..., huge_pages: bool = ...) -> None: ...
 
 class OpenNamespaceRequest(_message.Message):
-    __slots__ = ("digest", "block_bytes", "label")
+    __slots__ = ("digest", "block_bytes", "label", "block_tokens")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     LABEL_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     digest: bytes
     block_bytes: int
     label: str
-    def __init__(self, digest: _Optional[bytes] = ..., block_bytes: _Optional[int] = ..., label: _Optional[str] = ...) -> None: ...
+    block_tokens: int
+    def __init__(self, digest: _Optional[bytes] = ..., block_bytes: _Optional[int] = ..., label: _Optional[str] = ..., block_tokens: _Optional[int] = ...) -> None: ...
 
 class OpenNamespaceReply(_message.Message):
     __slots__ = ("namespace_id", "slot_bytes", "grant_max", "reserve_max", "segments")
@@ -241,8 +272,8 @@ class MatchReply(_message.Message):
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
     blocks: int
-    tiers: _containers.RepeatedScalarFieldContainer[Tier]
-    def __init__(self, blocks: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[Tier, str]]] = ...) -> None: ...
+    tiers: _containers.RepeatedScalarFieldContainer[_stats_pb2.Tier]
+    def __init__(self, blocks: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[_stats_pb2.Tier, str]]] = ...) -> None: ...
 
 class AcquireRequest(_message.Message):
     __slots__ = ("namespace_id", "keys")
@@ -269,7 +300,7 @@ class ReleaseReply(_message.Message):
     def __init__(self) -> None: ...
 
 class TouchRequest(_message.Message):
-    __slots__ = ("keys", "hits", "misses", "hit_bytes", "match_hits", "match_misses", "hint")
+    __slots__ = ("keys", "hits", "misses", "hit_bytes", "match_hits", "match_misses", "hint", "reports")
     KEYS_FIELD_NUMBER: _ClassVar[int]
     HITS_FIELD_NUMBER: _ClassVar[int]
     MISSES_FIELD_NUMBER: _ClassVar[int]
@@ -277,6 +308,7 @@ class TouchRequest(_message.Message):
     MATCH_HITS_FIELD_NUMBER: _ClassVar[int]
     MATCH_MISSES_FIELD_NUMBER: _ClassVar[int]
     HINT_FIELD_NUMBER: _ClassVar[int]
+    REPORTS_FIELD_NUMBER: _ClassVar[int]
     keys: _containers.RepeatedScalarFieldContainer[bytes]
     hits: int
     misses: int
@@ -284,7 +316,28 @@ class TouchRequest(_message.Message):
     match_hits: int
     match_misses: int
     hint: Hint
-    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., hit_bytes: _Optional[int] = ..., match_hits: _Optional[int] = ..., match_misses: _Optional[int] = ..., hint: _Optional[_Union[Hint, _Mapping]] = ...) -> None: ...
+    reports: _containers.RepeatedCompositeFieldContainer[Report]
+    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., hit_bytes: _Optional[int] = ..., match_hits: _Optional[int] = ..., match_misses: _Optional[int] = ..., hint: _Optional[_Union[Hint, _Mapping]] = ..., reports: _Optional[_Iterable[_Union[Report, _Mapping]]] = ...) -> None: ...
+
+class Report(_message.Message):
+    __slots__ = ("operation", "namespace_id", "calls", "calls_hit", "hits", "misses", "seconds", "latencies")
+    OPERATION_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    CALLS_HIT_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LATENCIES_FIELD_NUMBER: _ClassVar[int]
+    operation: _stats_pb2.Operation
+    namespace_id: int
+    calls: int
+    calls_hit: int
+    hits: int
+    misses: int
+    seconds: float
+    latencies: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, operation: _Optional[_Union[_stats_pb2.Operation, str]] = ..., namespace_id: _Optional[int] = ..., calls: _Optional[int] = ..., calls_hit: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., seconds: _Optional[float] = ..., latencies: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TouchReply(_message.Message):
     __slots__ = ()
@@ -358,238 +411,8 @@ class SyncReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class StatsRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class StatsReply(_message.Message):
-    __slots__ = ("daemon", "host", "pools", "sessions", "counters", "indexes", "loops", "namespaces")
-    DAEMON_FIELD_NUMBER: _ClassVar[int]
-    HOST_FIELD_NUMBER: _ClassVar[int]
-    POOLS_FIELD_NUMBER: _ClassVar[int]
-    SESSIONS_FIELD_NUMBER: _ClassVar[int]
-    COUNTERS_FIELD_NUMBER: _ClassVar[int]
-    INDEXES_FIELD_NUMBER: _ClassVar[int]
-    LOOPS_FIELD_NUMBER: _ClassVar[int]
-    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
-    daemon: DaemonStats
-    host: HostStats
-    pools: _containers.RepeatedCompositeFieldContainer[PoolStats]
-    sessions: _containers.RepeatedCompositeFieldContainer[SessionStats]
-    counters: Counters
-    indexes: _containers.RepeatedCompositeFieldContainer[IndexStats]
-    loops: _containers.RepeatedCompositeFieldContainer[LoopStats]
-    namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceStats]
-    def __init__(self, daemon: _Optional[_Union[DaemonStats, _Mapping]] = ..., host: _Optional[_Union[HostStats, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[PoolStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., indexes: _Optional[_Iterable[_Union[IndexStats, _Mapping]]] = ..., loops: _Optional[_Iterable[_Union[LoopStats, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ...) -> None: ...
-
-class DaemonStats(_message.Message):
-    __slots__ = ("version", "pid", "epoch", "uptime_s", "socket", "grpc", "healthy", "problems", "rss_anon_bytes")
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    PID_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
-    SOCKET_FIELD_NUMBER: _ClassVar[int]
-    GRPC_FIELD_NUMBER: _ClassVar[int]
-    HEALTHY_FIELD_NUMBER: _ClassVar[int]
-    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
-    RSS_ANON_BYTES_FIELD_NUMBER: _ClassVar[int]
-    version: str
-    pid: int
-    epoch: int
-    uptime_s: float
-    socket: str
-    grpc: str
-    healthy: bool
-    problems: _containers.RepeatedScalarFieldContainer[str]
-    rss_anon_bytes: int
-    def __init__(self, version: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., uptime_s: _Optional[float] = ..., socket: _Optional[str] = ..., grpc: _Optional[str] = ..., healthy: bool = ..., problems: _Optional[_Iterable[str]] = ..., rss_anon_bytes: _Optional[int] = ...) -> None: ...
-
-class HostStats(_message.Message):
-    __slots__ = ("size_bytes", "segment_bytes", "segments", "unassigned_bytes", "draining_bytes", "locked", "locked_reason", "huge_pages", "used_bytes", "block_bytes")
-    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    SEGMENT_BYTES_FIELD_NUMBER: _ClassVar[int]
-    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
-    UNASSIGNED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    DRAINING_BYTES_FIELD_NUMBER: _ClassVar[int]
-    LOCKED_FIELD_NUMBER: _ClassVar[int]
-    LOCKED_REASON_FIELD_NUMBER: _ClassVar[int]
-    HUGE_PAGES_FIELD_NUMBER: _ClassVar[int]
-    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
-    size_bytes: int
-    segment_bytes: int
-    segments: int
-    unassigned_bytes: int
-    draining_bytes: int
-    locked: bool
-    locked_reason: str
-    huge_pages: bool
-    used_bytes: int
-    block_bytes: int
-    def __init__(self, size_bytes: _Optional[int] = ..., segment_bytes: _Optional[int] = ..., segments: _Optional[int] = ..., unassigned_bytes: _Optional[int] = ..., draining_bytes: _Optional[int] = ..., locked: bool = ..., locked_reason: _Optional[str] = ..., huge_pages: bool = ..., used_bytes: _Optional[int] = ..., block_bytes: _Optional[int] = ...) -> None: ...
-
-class PoolStats(_message.Message):
-    __slots__ = ("tenant", "block_bytes", "slot_bytes", "segments", "slots", "free", "granted", "quarantined", "blocks", "leased", "pinned", "doomed")
-    TENANT_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
-    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
-    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
-    SLOTS_FIELD_NUMBER: _ClassVar[int]
-    FREE_FIELD_NUMBER: _ClassVar[int]
-    GRANTED_FIELD_NUMBER: _ClassVar[int]
-    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    LEASED_FIELD_NUMBER: _ClassVar[int]
-    PINNED_FIELD_NUMBER: _ClassVar[int]
-    DOOMED_FIELD_NUMBER: _ClassVar[int]
-    tenant: str
-    block_bytes: int
-    slot_bytes: int
-    segments: int
-    slots: int
-    free: int
-    granted: int
-    quarantined: int
-    blocks: int
-    leased: int
-    pinned: int
-    doomed: int
-    def __init__(self, tenant: _Optional[str] = ..., block_bytes: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., segments: _Optional[int] = ..., slots: _Optional[int] = ..., free: _Optional[int] = ..., granted: _Optional[int] = ..., quarantined: _Optional[int] = ..., blocks: _Optional[int] = ..., leased: _Optional[int] = ..., pinned: _Optional[int] = ..., doomed: _Optional[int] = ...) -> None: ...
-
-class SessionStats(_message.Message):
-    __slots__ = ("id", "client", "tenant", "pid", "local", "read_only", "granted_slots", "leased_slots", "held_bytes", "age_s", "ended")
-    ID_FIELD_NUMBER: _ClassVar[int]
-    CLIENT_FIELD_NUMBER: _ClassVar[int]
-    TENANT_FIELD_NUMBER: _ClassVar[int]
-    PID_FIELD_NUMBER: _ClassVar[int]
-    LOCAL_FIELD_NUMBER: _ClassVar[int]
-    READ_ONLY_FIELD_NUMBER: _ClassVar[int]
-    GRANTED_SLOTS_FIELD_NUMBER: _ClassVar[int]
-    LEASED_SLOTS_FIELD_NUMBER: _ClassVar[int]
-    HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
-    AGE_S_FIELD_NUMBER: _ClassVar[int]
-    ENDED_FIELD_NUMBER: _ClassVar[int]
-    id: int
-    client: str
-    tenant: str
-    pid: int
-    local: bool
-    read_only: bool
-    granted_slots: int
-    leased_slots: int
-    held_bytes: int
-    age_s: float
-    ended: bool
-    def __init__(self, id: _Optional[int] = ..., client: _Optional[str] = ..., tenant: _Optional[str] = ..., pid: _Optional[int] = ..., local: bool = ..., read_only: bool = ..., granted_slots: _Optional[int] = ..., leased_slots: _Optional[int] = ..., held_bytes: _Optional[int] = ..., age_s: _Optional[float] = ..., ended: bool = ...) -> None: ...
-
-class Counters(_message.Message):
-    __slots__ = ("stored", "existing", "rejected", "hits", "misses", "hit_bytes", "evicted", "evicted_inner", "evicted_orphans", "expired", "removed", "sessions_opened", "sessions_ended", "protocol_errors", "exhausted", "segments_moved", "reservations_expired", "match_hits", "match_misses")
-    STORED_FIELD_NUMBER: _ClassVar[int]
-    EXISTING_FIELD_NUMBER: _ClassVar[int]
-    REJECTED_FIELD_NUMBER: _ClassVar[int]
-    HITS_FIELD_NUMBER: _ClassVar[int]
-    MISSES_FIELD_NUMBER: _ClassVar[int]
-    HIT_BYTES_FIELD_NUMBER: _ClassVar[int]
-    EVICTED_FIELD_NUMBER: _ClassVar[int]
-    EVICTED_INNER_FIELD_NUMBER: _ClassVar[int]
-    EVICTED_ORPHANS_FIELD_NUMBER: _ClassVar[int]
-    EXPIRED_FIELD_NUMBER: _ClassVar[int]
-    REMOVED_FIELD_NUMBER: _ClassVar[int]
-    SESSIONS_OPENED_FIELD_NUMBER: _ClassVar[int]
-    SESSIONS_ENDED_FIELD_NUMBER: _ClassVar[int]
-    PROTOCOL_ERRORS_FIELD_NUMBER: _ClassVar[int]
-    EXHAUSTED_FIELD_NUMBER: _ClassVar[int]
-    SEGMENTS_MOVED_FIELD_NUMBER: _ClassVar[int]
-    RESERVATIONS_EXPIRED_FIELD_NUMBER: _ClassVar[int]
-    MATCH_HITS_FIELD_NUMBER: _ClassVar[int]
-    MATCH_MISSES_FIELD_NUMBER: _ClassVar[int]
-    stored: int
-    existing: int
-    rejected: int
-    hits: int
-    misses: int
-    hit_bytes: int
-    evicted: int
-    evicted_inner: int
-    evicted_orphans: int
-    expired: int
-    removed: int
-    sessions_opened: int
-    sessions_ended: int
-    protocol_errors: int
-    exhausted: int
-    segments_moved: int
-    reservations_expired: int
-    match_hits: int
-    match_misses: int
-    def __init__(self, stored: _Optional[int] = ..., existing: _Optional[int] = ..., rejected: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., hit_bytes: _Optional[int] = ..., evicted: _Optional[int] = ..., evicted_inner: _Optional[int] = ..., evicted_orphans: _Optional[int] = ..., expired: _Optional[int] = ..., removed: _Optional[int] = ..., sessions_opened: _Optional[int] = ..., sessions_ended: _Optional[int] = ..., protocol_errors: _Optional[int] = ..., exhausted: _Optional[int] = ..., segments_moved: _Optional[int] = ..., reservations_expired: _Optional[int] = ..., match_hits: _Optional[int] = ..., match_misses: _Optional[int] = ...) -> None: ...
-
-class IndexStats(_message.Message):
-    __slots__ = ("tenant", "generation", "capacity", "live", "tombstones", "size_bytes", "unpublished")
-    TENANT_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
-    CAPACITY_FIELD_NUMBER: _ClassVar[int]
-    LIVE_FIELD_NUMBER: _ClassVar[int]
-    TOMBSTONES_FIELD_NUMBER: _ClassVar[int]
-    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    UNPUBLISHED_FIELD_NUMBER: _ClassVar[int]
-    tenant: str
-    generation: int
-    capacity: int
-    live: int
-    tombstones: int
-    size_bytes: int
-    unpublished: int
-    def __init__(self, tenant: _Optional[str] = ..., generation: _Optional[int] = ..., capacity: _Optional[int] = ..., live: _Optional[int] = ..., tombstones: _Optional[int] = ..., size_bytes: _Optional[int] = ..., unpublished: _Optional[int] = ...) -> None: ...
-
-class LoopStats(_message.Message):
-    __slots__ = ("name", "runs", "errors", "last_error", "failing")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    RUNS_FIELD_NUMBER: _ClassVar[int]
-    ERRORS_FIELD_NUMBER: _ClassVar[int]
-    LAST_ERROR_FIELD_NUMBER: _ClassVar[int]
-    FAILING_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    runs: int
-    errors: int
-    last_error: str
-    failing: bool
-    def __init__(self, name: _Optional[str] = ..., runs: _Optional[int] = ..., errors: _Optional[int] = ..., last_error: _Optional[str] = ..., failing: bool = ...) -> None: ...
-
-class NamespaceStats(_message.Message):
-    __slots__ = ("tenant", "id", "label", "digest", "block_bytes", "blocks")
-    TENANT_FIELD_NUMBER: _ClassVar[int]
-    ID_FIELD_NUMBER: _ClassVar[int]
-    LABEL_FIELD_NUMBER: _ClassVar[int]
-    DIGEST_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    tenant: str
-    id: int
-    label: str
-    digest: bytes
-    block_bytes: int
-    blocks: int
-    def __init__(self, tenant: _Optional[str] = ..., id: _Optional[int] = ..., label: _Optional[str] = ..., digest: _Optional[bytes] = ..., block_bytes: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
-
-class HealthRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class HealthReply(_message.Message):
-    __slots__ = ("healthy", "problems", "version", "uptime_s")
-    HEALTHY_FIELD_NUMBER: _ClassVar[int]
-    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
-    healthy: bool
-    problems: _containers.RepeatedScalarFieldContainer[str]
-    version: str
-    uptime_s: float
-    def __init__(self, healthy: bool = ..., problems: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ...) -> None: ...
-
 class Request(_message.Message):
-    __slots__ = ("id", "hello", "index", "segments", "open_namespace", "reserve", "commit", "abort", "match", "acquire", "release", "touch", "remove", "pin", "unpin", "clear", "sync", "stats", "health")
+    __slots__ = ("id", "hello", "index", "segments", "open_namespace", "reserve", "commit", "abort", "match", "acquire", "release", "touch", "remove", "pin", "unpin", "clear", "sync", "stats", "health", "inspect", "evict", "end_session")
     ID_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -609,6 +432,9 @@ class Request(_message.Message):
     SYNC_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
     HEALTH_FIELD_NUMBER: _ClassVar[int]
+    INSPECT_FIELD_NUMBER: _ClassVar[int]
+    EVICT_FIELD_NUMBER: _ClassVar[int]
+    END_SESSION_FIELD_NUMBER: _ClassVar[int]
     id: int
     hello: HelloRequest
     index: IndexRequest
@@ -626,12 +452,15 @@ class Request(_message.Message):
     unpin: UnpinRequest
     clear: ClearRequest
     sync: SyncRequest
-    stats: StatsRequest
-    health: HealthRequest
-    def __init__(self, id: _Optional[int] = ..., hello: _Optional[_Union[HelloRequest, _Mapping]] = ..., index: _Optional[_Union[IndexRequest, _Mapping]] = ..., segments: _Optional[_Union[SegmentsRequest, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceRequest, _Mapping]] = ..., reserve: _Optional[_Union[ReserveRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., abort: _Optional[_Union[AbortRequest, _Mapping]] = ..., match: _Optional[_Union[MatchRequest, _Mapping]] = ..., acquire: _Optional[_Union[AcquireRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., touch: _Optional[_Union[TouchRequest, _Mapping]] = ..., remove: _Optional[_Union[RemoveRequest, _Mapping]] = ..., pin: _Optional[_Union[PinRequest, _Mapping]] = ..., unpin: _Optional[_Union[UnpinRequest, _Mapping]] = ..., clear: _Optional[_Union[ClearRequest, _Mapping]] = ..., sync: _Optional[_Union[SyncRequest, _Mapping]] = ..., stats: _Optional[_Union[StatsRequest, _Mapping]] = ..., health: _Optional[_Union[HealthRequest, _Mapping]] = ...) -> None: ...
+    stats: _stats_pb2.StatsRequest
+    health: _stats_pb2.HealthRequest
+    inspect: _admin_pb2.InspectRequest
+    evict: _admin_pb2.EvictRequest
+    end_session: _admin_pb2.EndSessionRequest
+    def __init__(self, id: _Optional[int] = ..., hello: _Optional[_Union[HelloRequest, _Mapping]] = ..., index: _Optional[_Union[IndexRequest, _Mapping]] = ..., segments: _Optional[_Union[SegmentsRequest, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceRequest, _Mapping]] = ..., reserve: _Optional[_Union[ReserveRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., abort: _Optional[_Union[AbortRequest, _Mapping]] = ..., match: _Optional[_Union[MatchRequest, _Mapping]] = ..., acquire: _Optional[_Union[AcquireRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., touch: _Optional[_Union[TouchRequest, _Mapping]] = ..., remove: _Optional[_Union[RemoveRequest, _Mapping]] = ..., pin: _Optional[_Union[PinRequest, _Mapping]] = ..., unpin: _Optional[_Union[UnpinRequest, _Mapping]] = ..., clear: _Optional[_Union[ClearRequest, _Mapping]] = ..., sync: _Optional[_Union[SyncRequest, _Mapping]] = ..., stats: _Optional[_Union[_stats_pb2.StatsRequest, _Mapping]] = ..., health: _Optional[_Union[_stats_pb2.HealthRequest, _Mapping]] = ..., inspect: _Optional[_Union[_admin_pb2.InspectRequest, _Mapping]] = ..., evict: _Optional[_Union[_admin_pb2.EvictRequest, _Mapping]] = ..., end_session: _Optional[_Union[_admin_pb2.EndSessionRequest, _Mapping]] = ...) -> None: ...
 
 class Reply(_message.Message):
-    __slots__ = ("id", "error", "recall", "detach", "hello", "index", "segments", "open_namespace", "reserve", "commit", "abort", "match", "acquire", "release", "touch", "remove", "pin", "unpin", "clear", "sync", "stats", "health")
+    __slots__ = ("id", "error", "recall", "detach", "hello", "index", "segments", "open_namespace", "reserve", "commit", "abort", "match", "acquire", "release", "touch", "remove", "pin", "unpin", "clear", "sync", "stats", "health", "inspect", "evict", "end_session")
     ID_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     RECALL_FIELD_NUMBER: _ClassVar[int]
@@ -654,6 +483,9 @@ class Reply(_message.Message):
     SYNC_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
     HEALTH_FIELD_NUMBER: _ClassVar[int]
+    INSPECT_FIELD_NUMBER: _ClassVar[int]
+    EVICT_FIELD_NUMBER: _ClassVar[int]
+    END_SESSION_FIELD_NUMBER: _ClassVar[int]
     id: int
     error: Error
     recall: bool
@@ -674,9 +506,12 @@ class Reply(_message.Message):
     unpin: UnpinReply
     clear: ClearReply
     sync: SyncReply
-    stats: StatsReply
-    health: HealthReply
-    def __init__(self, id: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., recall: bool = ..., detach: _Optional[_Iterable[int]] = ..., hello: _Optional[_Union[HelloReply, _Mapping]] = ..., index: _Optional[_Union[IndexReply, _Mapping]] = ..., segments: _Optional[_Union[SegmentsReply, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceReply, _Mapping]] = ..., reserve: _Optional[_Union[ReserveReply, _Mapping]] = ..., commit: _Optional[_Union[CommitReply, _Mapping]] = ..., abort: _Optional[_Union[AbortReply, _Mapping]] = ..., match: _Optional[_Union[MatchReply, _Mapping]] = ..., acquire: _Optional[_Union[AcquireReply, _Mapping]] = ..., release: _Optional[_Union[ReleaseReply, _Mapping]] = ..., touch: _Optional[_Union[TouchReply, _Mapping]] = ..., remove: _Optional[_Union[RemoveReply, _Mapping]] = ..., pin: _Optional[_Union[PinReply, _Mapping]] = ..., unpin: _Optional[_Union[UnpinReply, _Mapping]] = ..., clear: _Optional[_Union[ClearReply, _Mapping]] = ..., sync: _Optional[_Union[SyncReply, _Mapping]] = ..., stats: _Optional[_Union[StatsReply, _Mapping]] = ..., health: _Optional[_Union[HealthReply, _Mapping]] = ...) -> None: ...
+    stats: _stats_pb2.StatsReply
+    health: _stats_pb2.HealthReply
+    inspect: _admin_pb2.InspectReply
+    evict: _admin_pb2.EvictReply
+    end_session: _admin_pb2.EndSessionReply
+    def __init__(self, id: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., recall: bool = ..., detach: _Optional[_Iterable[int]] = ..., hello: _Optional[_Union[HelloReply, _Mapping]] = ..., index: _Optional[_Union[IndexReply, _Mapping]] = ..., segments: _Optional[_Union[SegmentsReply, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceReply, _Mapping]] = ..., reserve: _Optional[_Union[ReserveReply, _Mapping]] = ..., commit: _Optional[_Union[CommitReply, _Mapping]] = ..., abort: _Optional[_Union[AbortReply, _Mapping]] = ..., match: _Optional[_Union[MatchReply, _Mapping]] = ..., acquire: _Optional[_Union[AcquireReply, _Mapping]] = ..., release: _Optional[_Union[ReleaseReply, _Mapping]] = ..., touch: _Optional[_Union[TouchReply, _Mapping]] = ..., remove: _Optional[_Union[RemoveReply, _Mapping]] = ..., pin: _Optional[_Union[PinReply, _Mapping]] = ..., unpin: _Optional[_Union[UnpinReply, _Mapping]] = ..., clear: _Optional[_Union[ClearReply, _Mapping]] = ..., sync: _Optional[_Union[SyncReply, _Mapping]] = ..., stats: _Optional[_Union[_stats_pb2.StatsReply, _Mapping]] = ..., health: _Optional[_Union[_stats_pb2.HealthReply, _Mapping]] = ..., inspect: _Optional[_Union[_admin_pb2.InspectReply, _Mapping]] = ..., evict: _Optional[_Union[_admin_pb2.EvictReply, _Mapping]] = ..., end_session: _Optional[_Union[_admin_pb2.EndSessionReply, _Mapping]] = ...) -> None: ...
 
 class PutHeader(_message.Message):
     __slots__ = ("namespace_id", "keys", "parents", "depths", "hint", "durable")

@@ -3,7 +3,9 @@
 import grpc
 import warnings
 
+from kvstored.v1 import admin_pb2 as kvstored_dot_v1_dot_admin__pb2
 from kvstored.v1 import kvstore_pb2 as kvstored_dot_v1_dot_kvstore__pb2
+from kvstored.v1 import stats_pb2 as kvstored_dot_v1_dot_stats__pb2
 
 GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
@@ -81,13 +83,53 @@ class KVStoreStub(object):
                 _registered_method=True)
         self.Stats = channel.unary_unary(
                 '/kvstored.v1.KVStore/Stats',
-                request_serializer=kvstored_dot_v1_dot_kvstore__pb2.StatsRequest.SerializeToString,
-                response_deserializer=kvstored_dot_v1_dot_kvstore__pb2.StatsReply.FromString,
+                request_serializer=kvstored_dot_v1_dot_stats__pb2.StatsRequest.SerializeToString,
+                response_deserializer=kvstored_dot_v1_dot_stats__pb2.StatsReply.FromString,
                 _registered_method=True)
         self.Health = channel.unary_unary(
                 '/kvstored.v1.KVStore/Health',
-                request_serializer=kvstored_dot_v1_dot_kvstore__pb2.HealthRequest.SerializeToString,
-                response_deserializer=kvstored_dot_v1_dot_kvstore__pb2.HealthReply.FromString,
+                request_serializer=kvstored_dot_v1_dot_stats__pb2.HealthRequest.SerializeToString,
+                response_deserializer=kvstored_dot_v1_dot_stats__pb2.HealthReply.FromString,
+                _registered_method=True)
+        self.Reserve = channel.unary_unary(
+                '/kvstored.v1.KVStore/Reserve',
+                request_serializer=kvstored_dot_v1_dot_kvstore__pb2.ReserveRequest.SerializeToString,
+                response_deserializer=kvstored_dot_v1_dot_kvstore__pb2.ReserveReply.FromString,
+                _registered_method=True)
+        self.Commit = channel.unary_unary(
+                '/kvstored.v1.KVStore/Commit',
+                request_serializer=kvstored_dot_v1_dot_kvstore__pb2.CommitRequest.SerializeToString,
+                response_deserializer=kvstored_dot_v1_dot_kvstore__pb2.CommitReply.FromString,
+                _registered_method=True)
+        self.Abort = channel.unary_unary(
+                '/kvstored.v1.KVStore/Abort',
+                request_serializer=kvstored_dot_v1_dot_kvstore__pb2.AbortRequest.SerializeToString,
+                response_deserializer=kvstored_dot_v1_dot_kvstore__pb2.AbortReply.FromString,
+                _registered_method=True)
+        self.Acquire = channel.unary_unary(
+                '/kvstored.v1.KVStore/Acquire',
+                request_serializer=kvstored_dot_v1_dot_kvstore__pb2.AcquireRequest.SerializeToString,
+                response_deserializer=kvstored_dot_v1_dot_kvstore__pb2.AcquireReply.FromString,
+                _registered_method=True)
+        self.Release = channel.unary_unary(
+                '/kvstored.v1.KVStore/Release',
+                request_serializer=kvstored_dot_v1_dot_kvstore__pb2.ReleaseRequest.SerializeToString,
+                response_deserializer=kvstored_dot_v1_dot_kvstore__pb2.ReleaseReply.FromString,
+                _registered_method=True)
+        self.Inspect = channel.unary_unary(
+                '/kvstored.v1.KVStore/Inspect',
+                request_serializer=kvstored_dot_v1_dot_admin__pb2.InspectRequest.SerializeToString,
+                response_deserializer=kvstored_dot_v1_dot_admin__pb2.InspectReply.FromString,
+                _registered_method=True)
+        self.Evict = channel.unary_unary(
+                '/kvstored.v1.KVStore/Evict',
+                request_serializer=kvstored_dot_v1_dot_admin__pb2.EvictRequest.SerializeToString,
+                response_deserializer=kvstored_dot_v1_dot_admin__pb2.EvictReply.FromString,
+                _registered_method=True)
+        self.EndSession = channel.unary_unary(
+                '/kvstored.v1.KVStore/EndSession',
+                request_serializer=kvstored_dot_v1_dot_admin__pb2.EndSessionRequest.SerializeToString,
+                response_deserializer=kvstored_dot_v1_dot_admin__pb2.EndSessionReply.FromString,
                 _registered_method=True)
 
 
@@ -160,6 +202,54 @@ class KVStoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Reserve(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Commit(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Abort(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Acquire(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Release(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Inspect(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Evict(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndSession(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KVStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -210,13 +300,53 @@ def add_KVStoreServicer_to_server(servicer, server):
             ),
             'Stats': grpc.unary_unary_rpc_method_handler(
                     servicer.Stats,
-                    request_deserializer=kvstored_dot_v1_dot_kvstore__pb2.StatsRequest.FromString,
-                    response_serializer=kvstored_dot_v1_dot_kvstore__pb2.StatsReply.SerializeToString,
+                    request_deserializer=kvstored_dot_v1_dot_stats__pb2.StatsRequest.FromString,
+                    response_serializer=kvstored_dot_v1_dot_stats__pb2.StatsReply.SerializeToString,
             ),
             'Health': grpc.unary_unary_rpc_method_handler(
                     servicer.Health,
-                    request_deserializer=kvstored_dot_v1_dot_kvstore__pb2.HealthRequest.FromString,
-                    response_serializer=kvstored_dot_v1_dot_kvstore__pb2.HealthReply.SerializeToString,
+                    request_deserializer=kvstored_dot_v1_dot_stats__pb2.HealthRequest.FromString,
+                    response_serializer=kvstored_dot_v1_dot_stats__pb2.HealthReply.SerializeToString,
+            ),
+            'Reserve': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reserve,
+                    request_deserializer=kvstored_dot_v1_dot_kvstore__pb2.ReserveRequest.FromString,
+                    response_serializer=kvstored_dot_v1_dot_kvstore__pb2.ReserveReply.SerializeToString,
+            ),
+            'Commit': grpc.unary_unary_rpc_method_handler(
+                    servicer.Commit,
+                    request_deserializer=kvstored_dot_v1_dot_kvstore__pb2.CommitRequest.FromString,
+                    response_serializer=kvstored_dot_v1_dot_kvstore__pb2.CommitReply.SerializeToString,
+            ),
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=kvstored_dot_v1_dot_kvstore__pb2.AbortRequest.FromString,
+                    response_serializer=kvstored_dot_v1_dot_kvstore__pb2.AbortReply.SerializeToString,
+            ),
+            'Acquire': grpc.unary_unary_rpc_method_handler(
+                    servicer.Acquire,
+                    request_deserializer=kvstored_dot_v1_dot_kvstore__pb2.AcquireRequest.FromString,
+                    response_serializer=kvstored_dot_v1_dot_kvstore__pb2.AcquireReply.SerializeToString,
+            ),
+            'Release': grpc.unary_unary_rpc_method_handler(
+                    servicer.Release,
+                    request_deserializer=kvstored_dot_v1_dot_kvstore__pb2.ReleaseRequest.FromString,
+                    response_serializer=kvstored_dot_v1_dot_kvstore__pb2.ReleaseReply.SerializeToString,
+            ),
+            'Inspect': grpc.unary_unary_rpc_method_handler(
+                    servicer.Inspect,
+                    request_deserializer=kvstored_dot_v1_dot_admin__pb2.InspectRequest.FromString,
+                    response_serializer=kvstored_dot_v1_dot_admin__pb2.InspectReply.SerializeToString,
+            ),
+            'Evict': grpc.unary_unary_rpc_method_handler(
+                    servicer.Evict,
+                    request_deserializer=kvstored_dot_v1_dot_admin__pb2.EvictRequest.FromString,
+                    response_serializer=kvstored_dot_v1_dot_admin__pb2.EvictReply.SerializeToString,
+            ),
+            'EndSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndSession,
+                    request_deserializer=kvstored_dot_v1_dot_admin__pb2.EndSessionRequest.FromString,
+                    response_serializer=kvstored_dot_v1_dot_admin__pb2.EndSessionReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -487,8 +617,8 @@ class KVStore(object):
             request,
             target,
             '/kvstored.v1.KVStore/Stats',
-            kvstored_dot_v1_dot_kvstore__pb2.StatsRequest.SerializeToString,
-            kvstored_dot_v1_dot_kvstore__pb2.StatsReply.FromString,
+            kvstored_dot_v1_dot_stats__pb2.StatsRequest.SerializeToString,
+            kvstored_dot_v1_dot_stats__pb2.StatsReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -514,8 +644,224 @@ class KVStore(object):
             request,
             target,
             '/kvstored.v1.KVStore/Health',
-            kvstored_dot_v1_dot_kvstore__pb2.HealthRequest.SerializeToString,
-            kvstored_dot_v1_dot_kvstore__pb2.HealthReply.FromString,
+            kvstored_dot_v1_dot_stats__pb2.HealthRequest.SerializeToString,
+            kvstored_dot_v1_dot_stats__pb2.HealthReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reserve(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstored.v1.KVStore/Reserve',
+            kvstored_dot_v1_dot_kvstore__pb2.ReserveRequest.SerializeToString,
+            kvstored_dot_v1_dot_kvstore__pb2.ReserveReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Commit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstored.v1.KVStore/Commit',
+            kvstored_dot_v1_dot_kvstore__pb2.CommitRequest.SerializeToString,
+            kvstored_dot_v1_dot_kvstore__pb2.CommitReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstored.v1.KVStore/Abort',
+            kvstored_dot_v1_dot_kvstore__pb2.AbortRequest.SerializeToString,
+            kvstored_dot_v1_dot_kvstore__pb2.AbortReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Acquire(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstored.v1.KVStore/Acquire',
+            kvstored_dot_v1_dot_kvstore__pb2.AcquireRequest.SerializeToString,
+            kvstored_dot_v1_dot_kvstore__pb2.AcquireReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Release(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstored.v1.KVStore/Release',
+            kvstored_dot_v1_dot_kvstore__pb2.ReleaseRequest.SerializeToString,
+            kvstored_dot_v1_dot_kvstore__pb2.ReleaseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Inspect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstored.v1.KVStore/Inspect',
+            kvstored_dot_v1_dot_admin__pb2.InspectRequest.SerializeToString,
+            kvstored_dot_v1_dot_admin__pb2.InspectReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Evict(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstored.v1.KVStore/Evict',
+            kvstored_dot_v1_dot_admin__pb2.EvictRequest.SerializeToString,
+            kvstored_dot_v1_dot_admin__pb2.EvictReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstored.v1.KVStore/EndSession',
+            kvstored_dot_v1_dot_admin__pb2.EndSessionRequest.SerializeToString,
+            kvstored_dot_v1_dot_admin__pb2.EndSessionReply.FromString,
             options,
             channel_credentials,
             insecure,
