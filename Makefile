@@ -15,7 +15,7 @@ GENERATED := protos/kvstored/v1
 CHECKED := $(foreach d,kvstore client/kvstore_client client/demo protos/kvstored tests bench,\
 	$(if $(shell find $(d) -name '*.py' -print -quit 2>/dev/null),$(d)))
 
-.PHONY: help install check lint format test demo bench protos wheel-check clean
+.PHONY: help install check lint format test demo bench bench-peers protos wheel-check clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -33,7 +33,7 @@ format: .venv/.stamp-dev  ## format the code and mend what ruff can mend
 	.venv/bin/ruff format .
 	.venv/bin/ruff check --fix .
 
-test: .venv/.stamp-dev  ## all tests; ARGS='-m "not stress"' or ARGS=tests/core for fewer
+test: .venv/.stamp-dev .venv/.stamp-systemd  ## all tests; ARGS='-m "not stress"' or ARGS=tests/core for fewer
 	$(PY) -m pytest -q $(ARGS)
 
 demo: .venv/.stamp-demo  ## a prefix computed by one process, reused by another
@@ -41,6 +41,9 @@ demo: .venv/.stamp-demo  ## a prefix computed by one process, reused by another
 
 bench: .venv/.stamp-dev  ## the benchmarks; ARGS=--help says more
 	$(PY) -m bench $(ARGS)
+
+bench-peers: .venv/.stamp-dev  ## other stores beside ours, each installed in .venv-peers/; ARGS=--help says more
+	$(PY) -m bench.peers $(ARGS)
 
 protos: .venv/.stamp-dev  ## generate the Python code of the contract again
 	$(PY) -m grpc_tools.protoc -I protos --python_out=protos --pyi_out=protos --grpc_python_out=protos \
@@ -51,10 +54,10 @@ protos: .venv/.stamp-dev  ## generate the Python code of the contract again
 wheel-check: .venv/.stamp-dev  ## build the wheel and try it in three fresh environments
 	$(PY) tests/packaging/wheel_check.py
 
-clean:  ## remove caches and build output (.venv/ stays)
+clean:  ## remove caches and build output (.venv/ and .venv-peers/ stay)
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	find . -path ./.venv -prune -o -path ./.git -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
-	find . -maxdepth 2 -path ./.venv -prune -o -name '*.egg-info' -type d -print0 | xargs -0 rm -rf
+	find . -path "./.venv*" -prune -o -path ./.git -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
+	find . -maxdepth 2 -path "./.venv*" -prune -o -name '*.egg-info' -type d -print0 | xargs -0 rm -rf
 
 # Debian ships python3 without ensurepip; root may have it installed, anybody else is told what to ask for.
 .venv/.stamp-venv:
@@ -90,4 +93,18 @@ clean:  ## remove caches and build output (.venv/ stays)
 	@$(PIP) install -qq 'torch==2.13.0'
 	@echo "installing transformers ..."
 	@$(PIP) install -qq -e '.[demo]'
+	@touch $@
+
+# The unit is tried with systemd's own programs; it need not be the system's first process.
+.venv/.stamp-systemd: | .venv/.stamp-venv
+	@if ! command -v systemd-analyze >/dev/null; then \
+		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+			echo "installing systemd (its programs check the unit) ..."; \
+			export DEBIAN_FRONTEND=noninteractive; \
+			apt-get update -qq && apt-get install -y -qq --no-install-recommends systemd >/dev/null; \
+		else \
+			echo "make: the tests need systemd-analyze: run 'apt-get install -y systemd' as root, then make again" >&2; \
+			exit 1; \
+		fi; \
+	fi
 	@touch $@

@@ -18,16 +18,17 @@ CLIENTS = 16
 BLOCK_BYTES = 256 << 10
 PHASE_S = 3.0
 PHASES = 3
+QUICK_PHASE_S = 0.3
 BATCHES = (1, 16)
 
 
-def rows(endpoint: str) -> list[Row]:
+def rows(endpoint: str, quick: bool) -> list[Row]:
     """Share of the memcpy bandwidth of sixteen such processes, and the 99th percentile of a commit."""
     with echo_server() as (_, path):
-        return _with_clients(endpoint, path)
+        return _with_clients(endpoint, path, QUICK_PHASE_S if quick else PHASE_S)
 
 
-def _with_clients(endpoint: str, echo_path: Path) -> list[Row]:
+def _with_clients(endpoint: str, echo_path: Path, phase_s: float) -> list[Row]:
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     for number in range(CLIENTS):
@@ -39,29 +40,39 @@ def _with_clients(endpoint: str, echo_path: Path) -> list[Row]:
     try:
         for pipe in pipes:
             _receive(pipe)
-        return [row for batch in BATCHES for row in _measured(pipes, batch)]
+        return [row for batch in BATCHES for row in _measured(pipes, batch, phase_s)]
     finally:
         for process in processes:
             process.kill()
             process.join()
 
 
-def _measured(pipes: list[Any], batch: int) -> list[Row]:
+def _measured(pipes: list[Any], batch: int, phase_s: float) -> list[Row]:
     shares, rates = [], []
     waits: dict[str, list[float]] = {"echo": [], "store": []}
     for _ in range(PHASES):
-        plain = _phase(pipes, "memcpy", batch)
-        waits["echo"] += [wait for result in _phase(pipes, "echo", batch) for wait in result["waits"]]
-        store = _phase(pipes, "store", batch)
+        plain = _phase(pipes, "memcpy", batch, phase_s)
+        waits["echo"] += [wait for result in _phase(pipes, "echo", batch, phase_s) for wait in result["waits"]]
+        store = _phase(pipes, "store", batch, phase_s)
         waits["store"] += [wait for result in store for wait in result["waits"]]
         shares.append(sum(r["bytes"] for r in store) / sum(r["bytes"] for r in plain))
-        rates.append(sum(r["bytes"] for r in store) / PHASE_S / 1e9)
+        rates.append(sum(r["bytes"] for r in store) / phase_s / 1e9)
     p50, p99 = (float(np.percentile(waits["store"], q)) * 1e3 for q in (50, 99))
     echo99 = float(np.percentile(waits["echo"], 99)) * 1e3
     name = f"16 clients, {batch} x 256 KiB put and get_into"
     bandwidth = f"{statistics.median(rates):.1f} GB/s"
     return [
-        Row(name, statistics.median(shares), 0.7, True, "", bandwidth, "memcpy in 16 such processes"),
+        Row(
+            name,
+            statistics.median(shares),
+            0.7,
+            True,
+            "",
+            bandwidth,
+            "memcpy in 16 such processes",
+            min(shares),
+            max(shares),
+        ),
         Row(
             f"{name}: commit p99",
             p99,
@@ -79,9 +90,9 @@ def _receive(pipe: "multiprocessing.connection.Connection[Any, Any]") -> Any:
     return pipe.recv()
 
 
-def _phase(pipes: list[Any], kind: str, batch: int) -> list[dict[str, Any]]:
+def _phase(pipes: list[Any], kind: str, batch: int, phase_s: float) -> list[dict[str, Any]]:
     for pipe in pipes:
-        pipe.send((kind, batch, time.monotonic() + 0.3))
+        pipe.send((kind, batch, time.monotonic() + 0.3, phase_s))
     return [_receive(pipe) for pipe in pipes]
 
 
@@ -99,12 +110,12 @@ def _client(pipe: Any, endpoint: str, number: int, echo_path: str) -> None:
         ns.get_into(keys, arena.target)
         pipe.send("ready")
         while True:
-            kind, batch, start = pipe.recv()
+            kind, batch, start, phase_s = pipe.recv()
             waits.clear()
             ns.remove(keys)
             while time.monotonic() < start:
                 pass
-            done, until, at = 0, start + PHASE_S, 0
+            done, until, at = 0, start + phase_s, 0
             while time.monotonic() < until:
                 part = slice(at, at + batch)
                 if kind != "store":

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.measure import Row, in_turn, micro, timed
+from bench.measure import Row, Timed, absolute, in_turn, micro, share, timed
 from kvstore_client import Client, Namespace
 
 DISTINCT = 64
@@ -53,21 +53,21 @@ def copy_all(targets: Blocks, sources: Blocks) -> None:
         np.copyto(target, source)
 
 
-def get_rows(client: Client) -> list[Row]:
+def get_rows(client: Client, quick: bool) -> list[Row]:
     """get_into of 16 and of one 2 MiB block, as shares of memcpy's speed."""
     arena = Arena(2 << 20)
     ns = client.raw_namespace("bench-get", 2 << 20)
     keys = [ns.key(b"%d" % i) for i in range(DISTINCT)]
     assert ns.put(keys, arena.source).rejected == 0
     slab = slab_memory(client, keys, 2 << 20)
-    rows = [_get_row(ns, keys, arena, slab, count, bar) for count, bar in ((16, 0.90), (1, 0.85))]
+    rows = [_get_row(ns, keys, arena, slab, count, bar, quick) for count, bar in ((16, 0.90), (1, 0.85))]
     for target, source in zip(arena.target, arena.source, strict=True):
         assert np.array_equal(target, source), "a wrong byte"
     ns.clear()
     return rows
 
 
-def _get_row(ns: Namespace, keys: list[bytes], arena: Arena, slab: Blocks, count: int, bar: float) -> Row:
+def _get_row(ns: Namespace, keys: list[bytes], arena: Arena, slab: Blocks, count: int, bar: float, quick: bool) -> Row:
     """The arms are half a turn apart: neither finds what the other has just brought into the cache."""
 
     def get(number: int) -> float:
@@ -78,11 +78,11 @@ def _get_row(ns: Namespace, keys: list[bytes], arena: Arena, slab: Blocks, count
         at = (number * count + DISTINCT // 2) % DISTINCT
         return timed(lambda: copy_all(arena.target[at : at + count], slab[at : at + count]))
 
-    medians = in_turn({"get": get, "memcpy": memcpy}, 2400 // count, 64)
-    return _share(f"get_into, {count} x 2 MiB", medians["get"], medians["memcpy"], bar)
+    turns = in_turn({"get": get, "memcpy": memcpy}, 2400 // count, 64, quick=quick)
+    return share(f"get_into, {count} x 2 MiB", turns, "get", "memcpy", bar)
 
 
-def put_rows(client: Client) -> list[Row]:
+def put_rows(client: Client, quick: bool) -> list[Row]:
     """put of 16 x 2 MiB as a share of memcpy's speed; of one 256 KiB against an echo and a memcpy."""
     arena = Arena(2 << 20)
     ns = client.raw_namespace("bench-put", 2 << 20)
@@ -102,15 +102,15 @@ def put_rows(client: Client) -> list[Row]:
         at = (number * 16 + DISTINCT // 2) % DISTINCT
         return timed(lambda: copy_all(slab[at : at + 16], arena.source[at : at + 16]))
 
-    medians = in_turn({"put": put, "memcpy": memcpy}, 160, 16)
-    rows = [_share("put, 16 x 2 MiB", medians["put"], medians["memcpy"], 0.85)]
+    turns = in_turn({"put": put, "memcpy": memcpy}, 160, 16, quick=quick)
+    rows = [share("put, 16 x 2 MiB", turns, "put", "memcpy", 0.85)]
     ns.clear()
     with echo_server() as (echo, _):
-        rows.append(_small_put(client, echo))
+        rows.append(_small_put(client, echo, quick))
     return rows
 
 
-def _small_put(client: Client, echo: socket.socket) -> Row:
+def _small_put(client: Client, echo: socket.socket, quick: bool) -> Row:
     arena = Arena(256 << 10)
     ns = client.raw_namespace("bench-small", 256 << 10)
     keys = [ns.key(b"%d" % i) for i in range(DISTINCT)]
@@ -134,20 +134,21 @@ def _small_put(client: Client, echo: socket.socket) -> Row:
 
         return timed(copy_and_echo)
 
-    medians = in_turn({"put": put, "echo": reference}, 4000, 256)
+    turns = in_turn({"put": put, "echo": reference}, 4000, 256, quick=quick)
     ns.clear()
     return Row(
         "put, one 256 KiB",
-        medians["put"] / medians["echo"],
+        turns["put"] / turns["echo"],
         1.6,
         False,
         "x",
-        micro(medians["put"]),
-        f"asyncio Unix socket echo + memcpy, {micro(medians['echo'])}",
+        micro(turns["put"]),
+        f"asyncio Unix socket echo + memcpy, {micro(turns['echo'])}",
+        *turns.range("put", "echo"),
     )
 
 
-def lookup_rows(client: Client) -> list[Row]:
+def lookup_rows(client: Client, quick: bool) -> list[Row]:
     """match of 512 present keys; acquire and release of 64 blocks."""
     ns: Namespace = client.raw_namespace("bench-lookup", 4096)
     keys = [ns.key(b"%d" % i) for i in range(512)]
@@ -158,24 +159,13 @@ def lookup_rows(client: Client) -> list[Row]:
         with ns.acquire(keys[:64]) as lease:
             assert len(lease.views) == 64
 
-    medians = in_turn({"match": lambda _: timed(lambda: ns.match(keys)), "acquire": lambda _: timed(hold)}, 1000, 50)
+    arms: dict[str, Timed] = {"match": lambda _: timed(lambda: ns.match(keys)), "acquire": lambda _: timed(hold)}
+    turns = in_turn(arms, 1000, 50, quick=quick)
     ns.clear()
     return [
-        Row("match, 512 keys present", medians["match"] * 1e6, 200, False, " µs", micro(medians["match"]), "none"),
-        Row(
-            "acquire + release, 64 blocks",
-            medians["acquire"] * 1e6,
-            150,
-            False,
-            " µs",
-            micro(medians["acquire"]),
-            "none",
-        ),
+        absolute("match, 512 keys present", turns, "match", 200),
+        absolute("acquire + release, 64 blocks", turns, "acquire", 150),
     ]
-
-
-def _share(name: str, ours: float, memcpy: float, bar: float) -> Row:
-    return Row(name, memcpy / ours, bar, True, "", micro(ours), f"memcpy, {micro(memcpy)}")
 
 
 @contextmanager

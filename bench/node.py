@@ -15,13 +15,17 @@ START_S = 120.0
 class Node:
     """Runs `kvstored` with settings for the length of a `with` block."""
 
-    def __init__(self, **settings: str) -> None:
+    def __init__(self, *, grpc: bool = False, **settings: str) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="kvstored-bench-")
         base = Path(self._directory.name)
         self.endpoint = f"unix://{base}/kvstored.sock"
+        self.grpc_endpoint = f"grpc+unix://{base}/grpc.sock"
+        """Where `grpc` was asked for."""
         self._log = base / "kvstored.log"
         arguments = [str(Path(sys.executable).parent / "kvstored")]
         given = {"server.socket": f"{base}/kvstored.sock", "server.state_dir": f"{base}/state"}
+        if grpc:
+            given["server.grpc"] = f"unix:{base}/grpc.sock"
         given |= {key.replace("__", "."): value for key, value in settings.items()}
         for key, value in given.items():
             arguments += ["--set", f"{key}={value}"]

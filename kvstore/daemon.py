@@ -1,39 +1,44 @@
 """The daemon: wires the parts, starts and stops them in order.
 
-Start: locks, checks of the machine, slab (prefaulted), indexes, store, session socket,
-gRPC. Nothing listens before it can serve. Stop: listeners, sessions, memory, locks.
+Start: locks, checks of the machine, slab (prefaulted), indexes, store, a put and a get of
+its own, listeners, READY. Nothing listens before it can serve, and the session socket is
+the last to. Stop: listeners, sessions, memory, locks.
 """
 
 import asyncio
 import ctypes
 import gc
-import logging
 import secrets
 import signal
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from kvstore import machine
+from kvstore import logs, machine
 from kvstore.config import Effective, Settings
+from kvstore.core.probe import PROBE_TENANT
 from kvstore.core.segments import DropSegment, MakeSegment, segment_bytes_for
 from kvstore.core.store import Store
 from kvstore.errors import ConfigError, StartupError
 from kvstore.instance import InstanceLocks
+from kvstore.logs import logger
 from kvstore.loops import Loop
+from kvstore.sdnotify import Notifier
 from kvstore.server import stats
+from kvstore.server.auth import Access
 from kvstore.server.calls import Node
-from kvstore.server.session import SessionServer
+from kvstore.server.listener import SessionServer
+from kvstore.server.readiness import Readiness
 from kvstore.tiers.index import Indexes
 from kvstore.tiers.slab import Slab, SlabSegment
 from kvstored.v1 import kvstore_pb2 as pb
 
 if TYPE_CHECKING:
     from kvstore.server.grpc_service import GrpcEdge
+    from kvstore.server.http import HttpEdge
 
-log = logging.getLogger("kvstored")
+log = logger("kvstored")
 
 EXPECTED_BLOCK_BYTES = 64 << 10
 """The indexes start large enough for a slab full of blocks of this size; they grow for smaller ones."""
@@ -45,21 +50,35 @@ MMAP_THRESHOLD_BYTES = 128 << 10
 
 INDEX_STEP_S = 0.002
 PROGRESS_S = 0.5
+HEARTBEAT_S = 1.0
+WATCHDOG_SHARE = 3
+"""The watchdog is told so many times in its interval: two in a row may come late."""
+
+EXIT_FAILED, EXIT_STARTUP = 1, 2
 GRPC_GRACE_S = 1.0
 """For calls under way when the daemon stops."""
 
 
 def run(effective: Effective) -> int:
-    """Runs the daemon in the foreground until SIGTERM or SIGINT. Raises StartupError before it serves."""
+    """Runs the daemon in the foreground until SIGTERM or SIGINT; answers the exit status.
+
+    Raises StartupError before it serves; where logs are for programs, that is a line of the log like any other.
+    """
     settings = effective.settings
-    logging.basicConfig(
-        level=settings.server.log_level.upper(),
-        format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    server = settings.server
+    logs.configure(server.log_level, server.log_format)
     _keep_heap_compact()
-    with InstanceLocks(settings.server.socket, settings.server.state_dir, settings.server.grpc_socket):
-        return asyncio.run(_serve(settings))
+    try:
+        with InstanceLocks(server.socket, server.state_dir, server.grpc_socket, server.http_socket):
+            return asyncio.run(_serve(settings))
+    except StartupError as e:
+        if server.log_format == "text":
+            raise
+        log.error("cannot start", reason=str(e))  # noqa: TRY400 (the reason is all there is to say)
+        return EXIT_STARTUP
+    except Exception:
+        log.exception("the daemon failed")
+        return EXIT_FAILED
 
 
 def _keep_heap_compact() -> None:
@@ -74,22 +93,30 @@ def _keep_heap_compact() -> None:
 async def _serve(settings: Settings) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    daemon = Daemon(settings)
+    notifier = Notifier()
+    daemon = Daemon(settings, notifier)
 
     def stopping() -> None:
         log.info("stopping")
         daemon.stopping = True
+        notifier.stopping()
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping)
     try:
-        await daemon.start()
+        async with notifier.starting():
+            await daemon.start()
+        if not daemon.stopping:
+            notifier.ready(f"serving on unix://{settings.server.socket}")
         await stop.wait()
     except StoppedError:
         log.info("stopped before it was ready")
     finally:
+        notifier.stopping()
         await daemon.stop()
+        logs.tell_suppressed(at_once=True)
+        notifier.close()
     log.info("stopped")
     return 0
 
@@ -101,15 +128,19 @@ class StoppedError(Exception):
 class Daemon:
     """One running kvstored."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, notifier: Notifier) -> None:
         self.settings = settings
+        self.notifier = notifier
         self.stopping = False
         """Told to stop: a start that is under way ends with the next segment."""
+        server = settings.server
+        self.access = Access.load(server.tls_cert, server.tls_key, server.tokens)
         self._huge_pages = self._choose_pages()
         self._started = time.monotonic()
         epoch = secrets.randbits(63) | 1
         self.slab = Slab(huge_pages=self._huge_pages)
         self.indexes = Indexes(epoch, settings.host.size_bytes // EXPECTED_BLOCK_BYTES)
+        self.indexes.make(PROBE_TENANT, 1)
         self.store = Store(
             settings.host.size_bytes, self.indexes, policy=settings.evict.policy, huge_pages=self._huge_pages
         )
@@ -129,42 +160,86 @@ class Daemon:
             Loop("evict", 0.1, self._evict),
             Loop("expire", 0.2, self._expire),
             Loop("index", 0.25, self._index),
-            Loop("heartbeat", 1.0, self._heartbeat),
+            Loop("heartbeat", HEARTBEAT_S, self._heartbeat),
         ]
+        if notifier.watchdog_s:
+            self.loops.append(Loop("watchdog", notifier.watchdog_s / WATCHDOG_SHARE, notifier.alive))
+        self.readiness = Readiness(self.node, self.late_s)
+        self._beat = time.monotonic()
+        self._late_s = 0.0
         self.sessions: SessionServer | None = None
         self.grpc: GrpcEdge | None = None
+        self.http: HttpEdge | None = None
         self._workers = ThreadPoolExecutor(2, thread_name_prefix="segment")
         self._jobs: set[asyncio.Task[None]] = set()
         self._memory: asyncio.Future[None] | None = None
         self._last_problem = ""
 
     async def start(self) -> None:
-        """Makes the memory and begins to serve. Raises StartupError."""
+        """Makes the memory, sees that a put and a get work, and begins to serve. Raises StartupError."""
+        self.notifier.progress("making memory")
         await self._make_slab()
         self.sessions = SessionServer(self.node, self.settings.server.socket, self.stats)
+        self._beat = time.monotonic()
         for loop in self.loops:
             loop.start()
         gc.collect()
         gc.freeze()
-        try:
-            self.sessions.listen()
-        except OSError as e:
-            raise StartupError(f"server.socket: cannot listen on {self.settings.server.socket}: {e.strerror}") from e
-        if self.settings.server.grpc:
+        tried = self.readiness.check()
+        if not tried.ready:
+            raise StartupError(f"the store does not work: {tried.wrong()}")
+        self.notifier.progress("opening listeners")
+        await self._listen()
+        log.info(f"ready: serving on unix://{self.settings.server.socket}")
+
+    async def _listen(self) -> None:
+        """The addresses that another process may have first, so that who cannot start has had no client."""
+        server = self.settings.server
+        assert self.sessions is not None
+        if server.http:
+            await self._start_http()
+        if server.grpc:
             await self._start_grpc()
-        log.info("ready: serving on unix://%s", self.settings.server.socket)
+        try:
+            self.sessions.listen(server.socket_group)
+        except LookupError as e:
+            raise StartupError(f"server.socket_group: there is no group {server.socket_group} on this machine") from e
+        except OSError as e:
+            what = f" for group {server.socket_group}" if server.socket_group else ""
+            raise StartupError(f"server.socket: cannot listen on {server.socket}{what}: {e.strerror}") from e
 
     async def _start_grpc(self) -> None:
         from kvstore.server.grpc_service import GrpcEdge  # a daemon without gRPC does not pay for its memory
 
-        self.grpc = GrpcEdge(self.node, self.settings.server.grpc, self.stats)
+        self.grpc = GrpcEdge(self.node, self.settings.server.grpc, self.stats, self.access)
         try:
             await self.grpc.start()
         except OSError as e:
             raise StartupError(e.strerror or str(e)) from e
 
+    async def _start_http(self) -> None:
+        from kvstore.server.http import HttpEdge  # the same with HTTP
+        from kvstore.server.metrics import Metrics
+
+        server, tokens = self.settings.server, self.access.tokens
+        # Of this machine anybody may look at counts; what others reach has both (kvstore/config sees to it).
+        guarded = server.http_for_others
+        self.http = HttpEdge(
+            server.http,
+            render=Metrics(self.stats).render,
+            ready=self.readiness.check,
+            bearer=(lambda token: tokens.check(token) is not None) if guarded and tokens is not None else None,
+            tls=self.access.tls if guarded else None,
+        )
+        try:
+            await self.http.start()
+        except OSError as e:
+            raise StartupError(e.strerror or str(e)) from e
+
     async def stop(self) -> None:
         """Ends sessions and loops and gives the memory back."""
+        if self.http is not None:
+            await self.http.stop()
         if self.grpc is not None:
             await self.grpc.stop(GRPC_GRACE_S)
         if self.sessions is not None:
@@ -184,6 +259,7 @@ class Daemon:
             lock_error=self.slab.lock_error,
             socket=str(self.settings.server.socket),
             grpc=self.grpc.address if self.grpc is not None else "",
+            http=self.http.address if self.http is not None else "",
         )
 
     def problems(self) -> list[str]:
@@ -193,7 +269,13 @@ class Daemon:
             found.append(f"{self.node.internal_errors} internal errors in calls; see the log")
         if self._last_problem:
             found.append(self._last_problem)
+        if self.stopping:
+            found.append("the daemon is stopping")
         return found
+
+    def late_s(self) -> float:
+        """How much later than it should the event loop turned, last time or now."""
+        return max(self._late_s, time.monotonic() - self._beat - HEARTBEAT_S, 0.0)
 
     # -- memory
 
@@ -206,7 +288,7 @@ class Daemon:
         except ConfigError as e:
             if host.huge_pages == "on":
                 raise
-            log.warning("the slab uses 4 KiB pages: %s", e)
+            log.warning("the slab uses 4 KiB pages", reason=str(e))
             return False
         return True
 
@@ -224,7 +306,8 @@ class Daemon:
                 raise StoppedError
             if done == total or time.monotonic() - said >= PROGRESS_S:
                 said = time.monotonic()
-                log.info("prefaulting memory: %d of %d MiB", done >> 20, total >> 20)
+                log.info("prefaulting memory", done_mib=done >> 20, of_mib=total >> 20)
+            self.notifier.progress(f"prefaulting memory: {done >> 20} of {total >> 20} MiB")
 
         try:
             await asyncio.get_running_loop().run_in_executor(None, self.slab.make_all, sizes, progress)
@@ -235,8 +318,8 @@ class Daemon:
         for segment in sizes:
             self.store.segments.made(segment)
         if self.slab.lock_error:
-            log.warning("the slab is not locked in memory and may be swapped out: %s", self.slab.lock_error)
-        log.info("slab of %d MiB ready in %.2f s", size_bytes >> 20, time.monotonic() - begun)
+            log.warning("the slab is not locked in memory and may be swapped out", reason=self.slab.lock_error)
+        log.info("slab ready", size_mib=size_bytes >> 20, seconds=round(time.monotonic() - begun, 2))
 
     def _work_ready(self) -> None:
         """After a call that may have left jobs, or found a pool short of free slots."""
@@ -264,12 +347,16 @@ class Daemon:
             made: SlabSegment = await loop.run_in_executor(self._workers, self.slab.make, job.segment, job.size_bytes)
         except OSError as e:
             self._last_problem = f"no memory for a segment of {job.size_bytes} bytes: {e}"
-            log.error("%s", self._last_problem)  # noqa: TRY400 (the reason is in the message)
+            log.error("no memory for a segment", size_bytes=job.size_bytes, reason=str(e))  # noqa: TRY400
             self.store.segments.failed(job.segment)
         else:
             self._last_problem = ""
             self.slab.add(made)
             self.store.segments.made(job.segment)
+        self._memory_came()
+
+    def _memory_came(self) -> None:
+        """Those who wait for memory look again."""
         if self._memory is not None:
             self._memory.set_result(None)
             self._memory = None
@@ -282,7 +369,10 @@ class Daemon:
     # -- steps of the loops
 
     def _evict(self) -> bool:
+        ended = self.store.room.waits_ended
         more = self.store.evict_step(self.settings.evict.high, self.settings.evict.low, EVICT_BLOCKS)
+        if self.store.room.waits_ended != ended:
+            self._memory_came()
         self.run_jobs()
         return more
 
@@ -293,5 +383,8 @@ class Daemon:
         return self.indexes.step(time.monotonic, INDEX_STEP_S)
 
     def _heartbeat(self) -> bool:
+        now = time.monotonic()
+        self._late_s, self._beat = now - self._beat - HEARTBEAT_S, now
         self.indexes.beat(time.monotonic_ns())
+        logs.tell_suppressed()
         return False

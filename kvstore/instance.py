@@ -47,8 +47,9 @@ class InstanceLocks:
     unlinked and everything under `state_dir` is closed. Also a context manager.
     """
 
-    def __init__(self, socket_path: Path, state_dir: Path, grpc_socket: Path | None = None) -> None:
-        self._sockets = [path for path in (socket_path, grpc_socket) if path is not None]
+    def __init__(self, socket_path: Path, state_dir: Path, *others: Path | None) -> None:
+        """`others`: paths of further listeners, None where one has no path."""
+        self._sockets = [path for path in (socket_path, *others) if path is not None]
         self._state_dir = state_dir
         self._held: dict[Path, int] = {}
 

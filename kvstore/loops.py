@@ -6,12 +6,12 @@ eviction thread that raised once was gone for good, and every later store failed
 """
 
 import asyncio
-import logging
 from collections.abc import Callable
 
+from kvstore.logs import logger
 from kvstored.v1 import kvstore_pb2 as pb
 
-log = logging.getLogger("kvstored.loops")
+log = logger("kvstored.loops")
 
 RETRY_S = 0.5
 """Pause after a step that failed, so that a lasting fault costs no CPU."""
@@ -61,7 +61,7 @@ class Loop:
                 self.errors += 1
                 self.failing = True
                 self.last_error = f"{type(e).__name__}: {e}"
-                log.exception("background loop %s failed; it goes on in %.1f s", self.name, RETRY_S)
+                log.exception(f"background loop {self.name} failed; it goes on", again_in_s=RETRY_S)
                 pause = RETRY_S
             if pause == 0.0:
                 await asyncio.sleep(0)

@@ -79,8 +79,15 @@ class RunningDaemon:
     def grpc_endpoint(self) -> str:
         """The gRPC address that it says it serves on."""
         (line,) = [line for line in self.output().splitlines() if "serving gRPC on " in line]
-        address = line.rpartition("serving gRPC on ")[2]
+        address = line.rpartition("serving gRPC on ")[2].partition('"')[0]  # which ends it in JSON
         return f"grpc+unix://{address.removeprefix('unix:')}" if address.startswith("unix:") else f"grpc://{address}"
+
+    @property
+    def http_url(self) -> str:
+        """Where it says it serves HTTP."""
+        (line,) = [line for line in self.output().splitlines() if "serving HTTP on " in line]
+        address = line.rpartition("serving HTTP on ")[2].partition('"')[0]
+        return f"http://{address}"
 
     def stop(self) -> int:
         """SIGTERM; answers the exit status."""

@@ -146,8 +146,12 @@ class Client:
         name: str = "",
         timeout_s: float = 2.0,
         read_only: bool = False,
+        token: str | None = None,
+        ca: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._make = lambda: sync.Client(endpoint, tenant=tenant, name=name, timeout_s=timeout_s, read_only=read_only)
+        self._make = lambda: sync.Client(
+            endpoint, tenant=tenant, name=name, timeout_s=timeout_s, read_only=read_only, token=token, ca=ca
+        )
         self._client: sync.Client | None = None
         self._making = asyncio.Lock()
         self._threads = _Threads()

@@ -9,11 +9,14 @@ from that connection too (seen: the parent's stream broken); so none is made.
 """
 
 import ctypes
+import ipaddress
 import logging
 import os
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
@@ -21,12 +24,16 @@ import grpc.experimental
 
 from kvstored.v1 import PROTOCOL, errors
 from kvstored.v1 import kvstore_pb2 as pb
+from kvstored.v1.endpoint import CA_VARIABLE, TOKEN_FILE_VARIABLE
 from kvstored.v1.errors import FailedPrecondition, InvalidArgument, KVStoreError, Unavailable
 
 log = logging.getLogger("kvstore_client")
 
 SERVICE = "/kvstored.v1.KVStore/"
-SMALL_CALLS = ("OpenNamespace", "Match", "Touch", "Remove", "Pin", "Unpin", "Clear", "Stats", "Health")
+SMALL_CALLS = (
+    *("OpenNamespace", "Match", "Touch", "Remove", "Pin", "Unpin", "Clear", "Stats", "Health"),
+    *("Inspect", "Evict", "EndSession"),
+)
 
 MESSAGE_BYTES_MAX = 4 << 20
 FRAME_BYTES = 4 << 20
@@ -37,6 +44,10 @@ FREED_ONCE_BYTES = 8 << 20
 Until then each message has pages that are new to the process: a third of a stream's time."""
 
 RECONNECT_FIRST_S, RECONNECT_MAX_S = 0.05, 0.5
+TOKEN_BYTES_MAX = 4096
+HANDSHAKE = "handshake"
+"""In gRPC's words where TLS did not come about."""
+
 KEEPALIVE_S, KEEPALIVE_TIMEOUT_S = 3.0, 5.0
 """A connection whose other end is gone without a word is given up after so long, and made anew."""
 
@@ -50,7 +61,7 @@ _forked_in_a_call: list[int] = []
 class Channel:
     """Calls of any thread to one daemon. The errors they raise are those of kvstored."""
 
-    def __init__(self, scheme: str, rest: str, client: str, tenant: str) -> None:
+    def __init__(self, scheme: str, rest: str, client: str, tenant: str, trust: "Trust | None" = None) -> None:
         """Connects when first used. Raises FailedPrecondition, InvalidArgument."""
         if _forked_in_a_call:
             raise FailedPrecondition(
@@ -61,17 +72,20 @@ class Channel:
             if not value.isascii() or not value.isprintable() or value != value.strip():
                 raise InvalidArgument(f"{what}={value!r} is not printable ASCII, as gRPC metadata must be")
         self.endpoint = f"{scheme}://{rest}"
+        self._trust = trust = trust or Trust()
         self.forked = self.closed = False
         self._metadata = (
             ("kvstored-tenant", tenant),
             ("kvstored-client", client),
             ("kvstored-protocol", str(PROTOCOL)),
+            ("kvstored-reports", "1"),
+            *trust.metadata(),
         )
         self._down = ""
         self._under_way = 0
         self._lock = threading.Lock()
         bytearray(FREED_ONCE_BYTES)
-        self._channel = _made(scheme, rest)
+        self._channel = _made(scheme, rest, trust)
         self._calls = {
             name: self._channel.unary_unary(SERVICE + name, None, getattr(pb, f"{name}Reply").FromString)
             for name in SMALL_CALLS
@@ -127,6 +141,11 @@ class Channel:
             self._down = ""
         return answer
 
+    @property
+    def down(self) -> bool:
+        """Whether the last call found no daemon."""
+        return bool(self._down)
+
     def check_usable(self) -> None:
         """Raises FailedPrecondition after `close` and in a forked child."""
         if self.forked:
@@ -146,7 +165,10 @@ class Channel:
         if self.closed:
             return FailedPrecondition("the client is closed")
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-            return Unavailable(f"no kvstored answers on {self.endpoint} ({details}); is it running, with server.grpc?")
+            hint = "is it running, with server.grpc?"
+            if HANDSHAKE in details.lower():
+                hint = f"its certificate must name this host and be signed by {self._trust.authorities}"
+            return Unavailable(f"no kvstored answers on {self.endpoint} ({details}); {hint}")
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return FailedPrecondition(f"what answers on {self.endpoint} is not a kvstored of this release: {details}")
         if code is grpc.StatusCode.PERMISSION_DENIED:
@@ -154,7 +176,64 @@ class Channel:
         return errors.from_wire(code.value[0], details)
 
 
-def _made(scheme: str, rest: str) -> Any:
+@dataclass(frozen=True, repr=False)
+class Trust:
+    """What makes both sides of a TCP connection sure of each other: a token, and authorities for the certificate."""
+
+    token: str = ""
+    roots: bytes | None = None
+    authorities: str = "an authority of gRPC's own list; name another with ca= or $" + CA_VARIABLE
+
+    @classmethod
+    def of(cls, scheme: str, rest: str, token: str | None, ca: str | os.PathLike[str] | None) -> "Trust":
+        """Of what a client was given, else of the environment. Raises InvalidArgument.
+
+        A Unix socket needs neither: its mode says who comes in.
+        """
+        if scheme == "grpc+unix":
+            return cls()
+        if token is None:
+            token = _token_of_file(os.environ.get(TOKEN_FILE_VARIABLE, ""))
+        if not token.isascii() or not token.isprintable() or " " in token:
+            raise InvalidArgument("the token is not printable ASCII without spaces")
+        if token and scheme == "grpc" and not _is_loopback(rest):
+            raise InvalidArgument(f"grpc://{rest} would carry the token in plain text; use grpcs://")
+        ca = ca or os.environ.get(CA_VARIABLE) or None
+        if scheme != "grpcs" or ca is None:
+            return cls(token)
+        try:
+            return cls(token, Path(ca).read_bytes(), f"an authority in {os.fspath(ca)}")
+        except OSError as e:
+            raise InvalidArgument(f"ca={os.fspath(ca)!r} cannot be read: {e.strerror}") from e
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What every call carries of it."""
+        return (("authorization", f"Bearer {self.token}"),) if self.token else ()
+
+
+def _token_of_file(name: str) -> str:
+    """The one line of a file; "" where none is named."""
+    if not name:
+        return ""
+    try:
+        with Path(name).open(encoding="ascii") as file:
+            token = file.read(TOKEN_BYTES_MAX + 1).strip()
+    except (OSError, UnicodeDecodeError) as e:
+        raise InvalidArgument(f"the token file {name} cannot be read: {e}") from e
+    if not token or len(token) > TOKEN_BYTES_MAX:
+        raise InvalidArgument(f"the token file {name} is not one line with a token")
+    return token
+
+
+def _is_loopback(rest: str) -> bool:
+    host = rest.rpartition(":")[0].removeprefix("[").removesuffix("]")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _made(scheme: str, rest: str, trust: Trust) -> Any:
     options = [
         ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
         ("grpc.http2.max_frame_size", FRAME_BYTES),
@@ -172,7 +251,7 @@ def _made(scheme: str, rest: str) -> Any:
         (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1),
     ]
     if scheme == "grpcs":
-        return grpc.secure_channel(rest, grpc.ssl_channel_credentials(), options=options)
+        return grpc.secure_channel(rest, grpc.ssl_channel_credentials(trust.roots), options=options)
     return grpc.insecure_channel(f"unix:{rest}" if scheme == "grpc+unix" else rest, options=options)
 
 

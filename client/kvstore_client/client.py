@@ -29,6 +29,11 @@ class Client:
     A daemon that is away is not an error: reads miss, puts are rejected, `health()` says
     so, management raises Unavailable, and the client connects again by itself. A daemon
     of another protocol raises FailedPrecondition here. `timeout_s` bounds every call.
+
+    Over TCP: `token` for a daemon that asks for one (None: what is in the file
+    `$KVSTORED_TOKEN_FILE`), `ca` the file of the authorities (PEM) whose certificates
+    grpcs:// believes (None: `$KVSTORED_CA`, then gRPC's own list). A token that the daemon does not
+    know raises Unauthenticated, here and in every call.
     """
 
     def __init__(
@@ -39,11 +44,15 @@ class Client:
         name: str = "",
         timeout_s: float = 2.0,
         read_only: bool = False,
+        token: str | None = None,
+        ca: str | os.PathLike[str] | None = None,
     ) -> None:
         if not 0 < timeout_s < float("inf"):
             raise InvalidArgument(f"timeout_s={timeout_s!r} is not a number of seconds above 0")
         self.endpoint = endpoint or endpoints.default_endpoint()
-        self._transport = _transport(self.endpoint, name or f"pid-{os.getpid()}", tenant, timeout_s, read_only)
+        self._transport = _transport(
+            self.endpoint, name or f"pid-{os.getpid()}", tenant, timeout_s, read_only, token=token, ca=ca
+        )
 
     def namespace(self, layout: Layout, salt: str = "", adapter: str = "") -> Namespace:
         """Blocks of one model as one rank lays them out; `adapter` (LoRA) and `salt` keep theirs apart."""
@@ -61,9 +70,9 @@ class Client:
     def _namespace(self, identity: dict[str, str | int], block_bytes: int, label: str, block_tokens: int) -> Namespace:
         _check_text(identity)
         label = label.encode()[:LABEL_BYTES_MAX].decode(errors="ignore")
-        named = Identity(naming.namespace_digest(identity), block_bytes, label)
+        named = Identity(naming.namespace_digest(identity), block_bytes, label, block_tokens)
         self._transport.open(named)
-        return Namespace(self._transport, named, block_tokens)
+        return Namespace(self._transport, named)
 
     def stats(self) -> dict[str, Any]:
         """What the daemon says of itself, as nested dicts (StatsReply of the contract). Raises Unavailable."""
@@ -99,16 +108,27 @@ def _check_text(identity: Mapping[str, Any]) -> None:
             raise InvalidArgument(f"{field}={value!r} is not text that UTF-8 can spell: {e.reason}") from e
 
 
-def _transport(endpoint: str, name: str, tenant: str, timeout_s: float, read_only: bool) -> Transport:
+def _transport(
+    endpoint: str,
+    name: str,
+    tenant: str,
+    timeout_s: float,
+    read_only: bool,
+    *,
+    token: str | None,
+    ca: str | os.PathLike[str] | None,
+) -> Transport:
     scheme, separator, rest = endpoint.partition("://")
     if scheme == "unix" and rest.startswith("/"):
         if "\0" in rest or len(os.fsencode(rest)) > SOCKET_PATH_BYTES_MAX:
             raise InvalidArgument(f"endpoint {endpoint!r}: a socket's path has at most {SOCKET_PATH_BYTES_MAX} bytes")
         return LocalTransport(rest, name, tenant, timeout_s, read_only)
     if separator and scheme in ("grpc", "grpcs", "grpc+unix") and rest:
-        from kvstore_client.remote import GrpcTransport  # imports grpc, which a local client has no use for
+        # These import grpc, which a local client has no use for.
+        from kvstore_client.channel import Trust
+        from kvstore_client.remote import GrpcTransport
 
-        return GrpcTransport(scheme, rest, name, tenant, timeout_s, read_only)
+        return GrpcTransport(scheme, rest, name, tenant, timeout_s, read_only, Trust.of(scheme, rest, token, ca))
     raise InvalidArgument(
         f"endpoint {endpoint!r} is none of unix:///path, grpc://host:port, grpcs://host:port, grpc+unix:///path"
     )

@@ -14,7 +14,8 @@ import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
-from kvstore_client.session import Session
+from kvstore_client.reads import Reads
+from kvstore_client.session import TOUCH_S, Session
 from kvstore_client.transport import Identity
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.errors import FailedPrecondition, KVStoreError, Unavailable
@@ -37,6 +38,9 @@ class Keeper:
         self._arguments = (path, client, tenant, timeout_s, read_only)
         self._path = path
         self._timeout_s = timeout_s
+        self.reads = Reads(TOUCH_S)
+        self.known: dict[bytes, Identity] = {}
+        """Namespaces that this client has, by digest."""
         self.session: Session | None = None
         self.down = ""
         """Why there is no session, when there is none."""
@@ -57,17 +61,22 @@ class Keeper:
         self._thread.start()
         _keepers.add(self)
 
-    def connect(self) -> Session:
+    def connect(self, until: float | None = None) -> Session:
         """The live session, or a new one. Raises Unavailable, or what the daemon refuses Hello with.
 
-        Threads that come while another one tries share its outcome: in a row, each would wait
-        for its own time-out and those of all before it.
+        Threads that come while another one tries share its outcome, or give up in time: in a
+        row, each would wait for its own time-out and those of all before it.
         """
+        until = until or time.monotonic() + self._timeout_s
         failures = self._failures
-        with self._connecting:
+        if not self._connecting.acquire(timeout=max(until - time.monotonic(), 0)):
+            raise Unavailable(
+                f"no session with kvstored within {self._timeout_s} s: another thread is still connecting"
+            )
+        try:
+            session = self.session
             if self.closed:
                 raise FailedPrecondition("the client is closed")
-            session = self.session
             if session is not None and not session.hung_up():
                 return session
             if failures != self._failures:
@@ -75,27 +84,38 @@ class Keeper:
             if session is not None:
                 self._before, self.session = session, None
                 log.warning("kvstored on unix://%s: %s; reads miss until it is back", self._path, session.dead)
-            if self._before is not None:
-                _unmap_unused(self._before)
-            try:
-                session = Session(*self._arguments)
-                session.on_attach = self._wake.set
-                try:
-                    session.open(self._before)
-                except KVStoreError as e:
-                    session.die(str(e))
-                    if session.hello.nonce:  # it took over what was held, and the next must take that over from it
-                        self._before = session
-                    raise
-            except KVStoreError as e:
-                self.down = str(e)
-                self._failures += 1
-                raise
+            session = self._attach(until)
+            if self.closed:  # meanwhile, by who did not wait for us
+                session.leave(wait=False)
+                raise FailedPrecondition("the client is closed")
             if self.down:
                 log.warning("kvstored on unix://%s is back", self._path)
             self._before, self.down, self._backoff_s = None, "", BACKOFF_FIRST_S
             self.session = session
             return session
+        finally:
+            self._connecting.release()
+
+    def _attach(self, until: float) -> Session:
+        """A new session that takes over what is used of the one before. Raises like `connect`; `down` says why."""
+        if self._before is not None:
+            _unmap_unused(self._before)
+        try:
+            session = Session(*self._arguments)
+            session.on_attach = self._wake.set
+            session.reads = self.reads
+            try:
+                session.open(self._before, until)
+            except KVStoreError as e:
+                session.die(str(e))
+                if session.hello.nonce:  # it took over what was held, and the next must take that over from it
+                    self._before = session
+                raise
+        except KVStoreError as e:
+            self.down = str(e)
+            self._failures += 1
+            raise
+        return session
 
     def now(self) -> Session | None:
         """The live session if there is one; otherwise the keeper is told to look for the daemon."""
@@ -113,7 +133,7 @@ class Keeper:
         """For management: connects if need be, and once more where the session turns out to be dead."""
         self.now()
         until = time.monotonic() + self._timeout_s
-        session = self.connect()
+        session = self.connect(until)
         try:
             return call(session)
         except Unavailable:
@@ -126,7 +146,7 @@ class Keeper:
         self.now()
         session = Session(*self._arguments)
         try:
-            session.open(None)
+            session.open(None, time.monotonic() + self._timeout_s)
             return call(session)
         finally:
             session.leave()
@@ -135,25 +155,53 @@ class Keeper:
         """The namespace in this session, opened and its segments attached at first use."""
         found = session.namespaces.get(ns.digest)
         if found is None:
-            request = pb.OpenNamespaceRequest(digest=ns.digest, block_bytes=ns.block_bytes, label=ns.label)
-            found = session.call(pb.Request(open_namespace=request)).open_namespace
+            found = session.call(pb.Request(open_namespace=ns.opening())).open_namespace
             session.attach(found.segments)
             session.namespaces[ns.digest] = found
         return found
+
+    def tell(self, session: Session) -> None:
+        """Says what was done until now; namespaces that this session has not opened yet are opened for it."""
+        for digest in self.reads.namespaces() - session.namespaces.keys():
+            try:
+                self.opened(session, self.known[digest])
+            except Unavailable:
+                return
+            except KVStoreError as e:
+                log.debug("calls in namespace %s cannot be told: %s", digest.hex()[:12], e)
+        session.tell(touches=True)
 
     def wake(self) -> None:
         """Has the thread look soon: a call has found the daemon gone, or there is something to populate."""
         self._wake.set()
 
     def close(self) -> None:
-        """Gives back what is held, tells what was read, ends the session. Views that live keep theirs until they go."""
-        if self._forked:
+        """Gives back what is held, tells what was read, ends the session. Views that live keep theirs until they go.
+
+        Where the session has died of a time-out, the daemon keeps what it held from others
+        until this process is gone or says that it uses it no more: so it attaches once more,
+        in the time of one call, to say that.
+        """
+        if self._forked or self.closed:
             return
-        with self._connecting:
-            self.closed = True
-            session, self.session, self._before = self.session, None, None
+        self.closed = True
         self._wake.set()
+        until = time.monotonic() + self._timeout_s
+        if not self._connecting.acquire(timeout=self._timeout_s):
+            return  # who is connecting will see that it is closed, and leave
+        try:
+            session, self.session = self.session, None
+            if session is not None and session.hung_up():
+                session, self._before = None, session
+            if session is None and self._before is not None:
+                session = self._attach(until)
+        except KVStoreError as e:
+            log.warning("what this client held may stay out of use until this process ends: %s", e)
+        finally:
+            self._before = None
+            self._connecting.release()
         if session is not None:
+            self.tell(session)
             session.leave()
 
     def __del__(self) -> None:
@@ -170,7 +218,7 @@ class Keeper:
         while session.to_populate:
             _populate(session)
         try:
-            session.tell(touches=True)
+            self.tell(session)
             notice = session.index.notice
             if notice != session.noticed or session.unmapping:
                 session.noticed = notice

@@ -7,6 +7,7 @@ of the bytes is gone, whatever became of the lease or the `with` block.
 
 import warnings
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,7 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from kvstore_client.chain import checked_count, checked_keys
 from kvstore_client.results import Hint, PutResult
-from kvstored.v1.errors import FailedPrecondition, InvalidArgument
+from kvstored.v1.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 
 
 class Lease:
@@ -81,6 +82,8 @@ class Slots:
         self._views: list[memoryview] | None = views
         self._commit = commit
         self._count = len(views)
+        self.on_commit: Callable[[int, int, float], None] = lambda stored, asked, began: None
+        """Told what came of a commit: blocks stored or found to exist, blocks named, when it began."""
 
     def __len__(self) -> int:
         return self._count
@@ -100,15 +103,21 @@ class Slots:
         All writing must be done: arrays made from the views must not be written to from
         here on. Slots without a key are given back.
         """
+        began = perf_counter()
         count = checked_count(checked_keys(keys), start)
         if self._views is None:
             raise FailedPrecondition("the slots were committed or aborted")
         if not 1 <= count <= self._count:
             raise InvalidArgument(f"{count} keys from start={start} for {self._count} slots")
         try:
-            return self._commit(keys, start, hint, durable)
+            result = self._commit(keys, start, hint, durable)
+        except ResourceExhausted:
+            self.on_commit(0, count, began)
+            raise
         finally:
             self.abort()
+        self.on_commit(result.stored + result.existing, count, began)
+        return result
 
     def abort(self) -> None:
         """Gives back what was not committed, as soon as nothing made from the views is alive."""

@@ -35,6 +35,9 @@ COMMIT_BLOCKS = 64
 COMMIT_BYTES = 24 << 20
 """Copied before it is sent off to be committed, while the next is being copied: some milliseconds of memcpy."""
 
+OPERATIONS = {"Inspect": "inspect", "Evict": "evict", "EndSession": "end_session"}
+"""Calls of the administration, as fields of Request and Reply."""
+
 _TIER_OF = [""] * 16
 for _flags in range(1, 16):
     _TIER_OF[_flags] = next(
@@ -57,6 +60,7 @@ class LocalTransport:
         self._keeper = Keeper(path, client, tenant, timeout_s, read_only)
         self._shared_reads = SHARED_READS
         self._now, self._need, self._opened = self._keeper.now, self._keeper.need, self._keeper.opened
+        self.reads = self._keeper.reads
 
     @property
     def _session(self) -> Session | None:
@@ -64,6 +68,7 @@ class LocalTransport:
 
     def open(self, ns: Identity) -> None:
         """Opens a namespace ahead of use, if the daemon is there."""
+        self._keeper.known[ns.digest] = ns
         session = self._now()
         if session is not None:
             try:
@@ -86,7 +91,6 @@ class LocalTransport:
         if session.hung_up():
             self._keeper.wake()
             return Match(0, [])
-        session.reads.matched(count, len(keys))
         return Match(count, [_TIER_OF[f & 15] for f in flags])
 
     def _match_by_call(self, session: Session, ns: Identity, keys: Sequence[bytes]) -> Match:
@@ -113,7 +117,8 @@ class LocalTransport:
         except Unavailable:
             self._keeper.wake()
             return 0
-        session.reads.read(keys, start, copied, ns.block_bytes)
+        if copied:
+            session.reads.used(keys[: start + copied])
         return copied
 
     def _copy_out(
@@ -160,7 +165,6 @@ class LocalTransport:
                     copied += 1
                 if len(lease) < len(part):
                     break
-        session.reads.read(keys, start, copied, ns.block_bytes)
         return copied
 
     def _index(self, session: Session) -> IndexReader:
@@ -186,7 +190,6 @@ class LocalTransport:
         request.acquire.namespace_id = opened.namespace_id
         request.acquire.keys.extend(keys)
         slots, hold = session.acquire(request, timeout_s)
-        session.reads.leased(len(slots), len(keys), ns.block_bytes)
 
         def views() -> list[memoryview]:
             return _views(session, slots, opened.slot_bytes, ns.block_bytes, hold, writable=False)
@@ -212,7 +215,7 @@ class LocalTransport:
             if not todo and session.hung_up():  # what was found is the index of a daemon that is gone
                 self._keeper.wake()
                 return PutResult(0, 0, len(blocks), Unavailable(session.dead))
-            session.reads.used(keys)
+            session.reads.used(keys, hint.conversation if hint is not None else "")
             if durable and not todo:
                 session.call(commit_request(opened.namespace_id, keys, [], [], hint, True, 0))
         stored = 0
@@ -355,17 +358,22 @@ class LocalTransport:
 
     def clear(self, ns: Identity) -> int:
         def call(session: Session) -> pb.Reply:
-            request = pb.OpenNamespaceRequest(digest=ns.digest, block_bytes=ns.block_bytes, label=ns.label)
-            number = session.call(pb.Request(open_namespace=request)).open_namespace.namespace_id
+            number = session.call(pb.Request(open_namespace=ns.opening())).open_namespace.namespace_id
             return session.call(pb.Request(clear=pb.ClearRequest(namespace_id=number)), CLEAR_S)
 
         return self._keeper.alone(call).clear.removed
+
+    def administer(self, name: str, request: Any, timeout_s: float) -> Any:
+        """A call of the administration, by its name in the contract; on a session of its own, and never twice."""
+        op = OPERATIONS[name]
+        reply = self._keeper.alone(lambda session: session.call(pb.Request(**{op: request}), timeout_s))
+        return getattr(reply, op)
 
     def stats(self) -> dict[str, Any]:
         request = pb.Request(stats=pb.StatsRequest())
         session = self._now()
         if session is not None:
-            session.tell(touches=True)
+            self._keeper.tell(session)
         return stats.as_dict(self._need(lambda session: session.call(request)).stats)
 
     def health(self) -> Health:

@@ -1,6 +1,7 @@
 """Blocks of one identity: the calls that an engine makes."""
 
 from collections.abc import Sequence
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -8,10 +9,12 @@ import numpy as np
 from kvstore_client import buffers
 from kvstore_client.chain import checked_count, checked_keys
 from kvstore_client.lease import Lease, Slots
+from kvstore_client.reads import ACQUIRE, GET, MATCH, PUT
 from kvstore_client.results import Hint, Match, PutResult, Ticket
 from kvstore_client.transport import Identity, Transport
+from kvstored.v1 import KEYS_MAX
 from kvstored.v1 import keys as naming
-from kvstored.v1.errors import InvalidArgument
+from kvstored.v1.errors import InvalidArgument, ResourceExhausted
 
 TOKEN_MIN, TOKEN_MAX = -(1 << 63), (1 << 63) - 1
 
@@ -27,10 +30,9 @@ class Namespace:
     keys speaks of the leading run of them that is present, and a miss is a result.
     """
 
-    def __init__(self, transport: Transport, identity: Identity, block_tokens: int) -> None:
+    def __init__(self, transport: Transport, identity: Identity) -> None:
         self._transport = transport
         self._identity = identity
-        self._block_tokens = block_tokens
 
     @property
     def block_bytes(self) -> int:
@@ -42,11 +44,16 @@ class Namespace:
         """32 bytes that name this namespace on every machine and in every key."""
         return self._identity.digest
 
+    def _done(self, operation: int, found: int, asked: int, began: float) -> None:
+        """For the daemon's figures. A call that names no block is none; one that raised is noted by who catches it."""
+        if asked:
+            self._transport.reads.done(operation, self._identity.digest, found, asked, began)
+
     # -- keys
 
     def keys(self, token_ids: Any) -> list[bytes]:
         """Keys of the full blocks of a prompt: any sequence, array or tensor of token ids, one dimension."""
-        if not self._block_tokens:
+        if not self._identity.block_tokens:
             raise InvalidArgument("a raw namespace has no tokens; name blocks with key()")
         on_device = hasattr(token_ids, "tolist") and not isinstance(token_ids, np.ndarray)
         try:
@@ -59,7 +66,7 @@ class Namespace:
         tokens = ids.astype("<i8")
         if tokens.ndim != 1:
             raise InvalidArgument(f"token ids have {tokens.ndim} dimensions; pass one sequence")
-        return naming.token_keys(self.digest, tokens.tobytes(), self._block_tokens)
+        return naming.token_keys(self.digest, tokens.tobytes(), self._identity.block_tokens)
 
     def key(self, name: bytes) -> bytes:
         """The key of a block that its engine has a name or hash of its own for."""
@@ -71,24 +78,31 @@ class Namespace:
 
     def match(self, keys: Sequence[bytes]) -> Match:
         """How many leading blocks are present, and where. A hint that pins nothing."""
+        began = perf_counter()
         keys = checked_keys(keys)
-        return self._transport.match(self._identity, keys)
+        found = self._transport.match(self._identity, keys)
+        self._done(MATCH, found.blocks, len(keys), began)
+        return found
 
     def get_into(self, keys: Sequence[bytes], out: Any, start: int = 0) -> int:
         """Copies leading blocks of keys[start:] into `out`: one writable buffer or a list of one each.
 
         Answers how many were copied; what lies behind them in `out` is undefined.
         """
+        began = perf_counter()
         keys = checked_keys(keys)
         count = checked_count(keys, start)
         if not count:
             return 0
         blocks = buffers.as_blocks(out, count, self.block_bytes, "out")
         buffers.require_writable(blocks, "out")
-        return self._transport.get_into(self._identity, keys, start, blocks)
+        copied = self._transport.get_into(self._identity, keys, start, blocks)
+        self._done(GET, copied, count, began)
+        return copied
 
     def get(self, keys: Sequence[bytes]) -> list[bytes]:
         """The leading blocks as bytes."""
+        began = perf_counter()
         keys = checked_keys(keys)
         found: list[bytes] = []
         at_once = max(GET_BYTES // self.block_bytes, 1)
@@ -99,6 +113,7 @@ class Namespace:
             found += [block.tobytes() for block in out[:copied]]
             if copied < len(out):
                 break
+        self._done(GET, len(found), len(keys), began)
         return found
 
     def acquire(self, keys: Sequence[bytes], timeout_s: float = 1.0) -> Lease:
@@ -107,16 +122,19 @@ class Namespace:
         Raises ResourceExhausted where that would be more than one session (a quarter of
         the memory) or all together (three quarters) may hold.
         """
-        keys = checked_keys(keys)
+        began = perf_counter()
+        keys = checked_keys(keys)[:KEYS_MAX]
         if not 0 < timeout_s < float("inf"):
             raise InvalidArgument(f"timeout_s={timeout_s!r} is not a number of seconds above 0")
-        return self._transport.acquire(self._identity, keys, timeout_s)
+        lease = self._transport.acquire(self._identity, keys, timeout_s)
+        self._done(ACQUIRE, len(lease), len(keys), began)
+        return lease
 
     def prefetch(self, keys: Sequence[bytes], deadline_s: float = 2.0) -> Ticket:
         """Brings leading blocks into memory. With no tier below memory it is done at once."""
         if not 0 < deadline_s < float("inf"):
             raise InvalidArgument(f"deadline_s={deadline_s!r} is not a number of seconds above 0")
-        return Ticket("done", self.match(keys).blocks)
+        return Ticket("done", self._transport.match(self._identity, checked_keys(keys)).blocks)
 
     # -- writing
 
@@ -131,12 +149,19 @@ class Namespace:
         counted as rejected; where nothing at all finds room, ResourceExhausted is raised.
         While the daemon is away everything is rejected.
         """
+        began = perf_counter()
         keys = checked_keys(keys)
         count = checked_count(keys, start)
         if not count:
             return PutResult(0, 0, 0)
         arrays = buffers.as_blocks(blocks, count, self.block_bytes, "block")
-        return self._transport.put(self._identity, keys, start, arrays, hint, durable)
+        try:
+            result = self._transport.put(self._identity, keys, start, arrays, hint, durable)
+        except ResourceExhausted:
+            self._done(PUT, 0, count, began)
+            raise
+        self._done(PUT, result.stored + result.existing, count, began)
+        return result
 
     def reserve(self, n: int) -> Slots:
         """`n` slots to fill in place, all or none; use as a `with` block.
@@ -145,7 +170,9 @@ class Namespace:
         """
         if not isinstance(n, int) or n < 1:
             raise InvalidArgument(f"n={n!r} is not a whole number above 0")
-        return self._transport.reserve(self._identity, n)
+        slots = self._transport.reserve(self._identity, n)
+        slots.on_commit = lambda stored, asked, began: self._done(PUT, stored, asked, began)
+        return slots
 
     # -- management
 

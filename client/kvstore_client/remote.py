@@ -21,7 +21,7 @@ import numpy as np
 
 from kvstore_client import stats
 from kvstore_client.buffers import Bytes
-from kvstore_client.channel import Channel
+from kvstore_client.channel import Channel, Trust
 from kvstore_client.lease import Lease, Slots
 from kvstore_client.reads import Reads
 from kvstore_client.results import TIER_NAMES, Health, Hint, Match, PutResult
@@ -65,13 +65,17 @@ class Opened:
 class GrpcTransport:
     """One daemon. Reads miss and puts are rejected while it is away; management raises Unavailable."""
 
-    def __init__(self, scheme: str, rest: str, client: str, tenant: str, timeout_s: float, read_only: bool) -> None:
+    def __init__(
+        self, scheme: str, rest: str, client: str, tenant: str, timeout_s: float, read_only: bool, trust: Trust
+    ) -> None:
         """Says Health once; a daemon that is away is no error here (it may come), another version is."""
         self._timeout_s = timeout_s
         self._read_only = read_only
         self._namespaces: dict[bytes, Opened] = {}
-        self._reads = Reads(TOUCH_EVERY_S)
-        self._channel = Channel(scheme, rest, client, tenant)
+        self._epoch = ""
+        """The life of the daemon that answered last."""
+        self.reads = Reads(TOUCH_EVERY_S)
+        self._channel = Channel(scheme, rest, client, tenant, trust)
         try:
             self._call("Health", pb.HealthRequest())
         except (Unavailable, DeadlineExceeded) as e:
@@ -98,9 +102,9 @@ class GrpcTransport:
         return found if found is not None else self._open_again(ns)
 
     def _open_again(self, ns: Identity) -> Opened:
-        request = pb.OpenNamespaceRequest(digest=ns.digest, block_bytes=ns.block_bytes, label=ns.label)
-        opened = Opened(*self._channel.open_namespace(request, self._timeout_s))
+        opened = Opened(*self._channel.open_namespace(ns.opening(), self._timeout_s))
         self._namespaces[ns.digest] = opened
+        self._epoch = opened.epoch
         return opened
 
     def _in(self, ns: Identity, call: Callable[[Opened], T]) -> T:
@@ -146,9 +150,7 @@ class GrpcTransport:
 
         self._tell()
         until = time.monotonic() + self._stream_s(len(out) * ns.block_bytes)
-        copied = self._fetch(ns, keys[start:], take, until)
-        self._reads.read(keys, start, copied, ns.block_bytes)
-        return copied
+        return self._fetch(ns, keys[start:], take, until)
 
     def acquire(self, ns: Identity, keys: Sequence[bytes], timeout_s: float) -> Lease:
         blocks: list[memoryview] = []
@@ -159,7 +161,6 @@ class GrpcTransport:
         self._tell()
         keys = keys[:KEYS_MAX]
         held = self._fetch(ns, keys, take, time.monotonic() + timeout_s)
-        self._reads.read(keys, 0, held, ns.block_bytes)
         return Lease(lambda: list(blocks), held)
 
     def _fetch(
@@ -322,6 +323,10 @@ class GrpcTransport:
         self._tell()
         return self._in(ns, call)
 
+    def administer(self, name: str, request: Any, timeout_s: float) -> Any:
+        """A call of the administration, by its name in the contract."""
+        return self._call(name, request, timeout_s)
+
     def stats(self) -> dict[str, Any]:
         self._tell(now=True)
         return stats.as_dict(self._call("Stats", pb.StatsRequest(), LONG_CALL_S))
@@ -339,15 +344,24 @@ class GrpcTransport:
         self._channel.close()
 
     def _tell(self, *, now: bool = False) -> None:
-        """Says what was read since the last time, if that is a second ago. A daemon that is away is not told."""
-        if self._channel.forked or self._channel.closed:
+        """Says what was done since the last time, if that is a second ago; a daemon that is away is told later.
+
+        Namespace numbers are of one life of the daemon: what was done in namespaces that were
+        opened in another waits until they are opened again.
+        """
+        channel, epoch = self._channel, self._epoch
+        if channel.forked or channel.closed or (channel.down and not now):
             return
-        request = self._reads.due(now=now)
-        if request is not None:
+        opened = {
+            digest: pb.OpenNamespaceReply(namespace_id=found.number)
+            for digest, found in list(self._namespaces.items())
+            if found.epoch == epoch
+        }
+        for request in self.reads.due(opened, now=now):
             try:
-                self._call("Touch", request, min(TOUCH_TIMEOUT_S, self._timeout_s))
+                self._call("Touch", request, min(TOUCH_TIMEOUT_S, self._timeout_s), epoch)
             except KVStoreError as e:
-                log.debug("not told: %s", e)
+                log.debug("not told, and lost: %s", e)
 
     def _stream_s(self, size_bytes: int) -> float:
         return self._timeout_s + size_bytes / STREAM_BYTES_PER_S

@@ -40,8 +40,8 @@ class Hint:
     priority           higher is kept longer
     ttl_s              drop the blocks after so many seconds; 0 is never
 
-    `ttl_s` takes effect in this release; the others travel to the daemon and wait for an
-    eviction policy that uses them.
+    `ttl_s` takes effect in this release, and `conversation` counts in the figures; the others
+    travel to the daemon and wait for an eviction policy that uses them.
     """
 
     conversation: str = ""

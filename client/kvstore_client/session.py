@@ -25,7 +25,8 @@ from google.protobuf.message import DecodeError
 
 from kvstore_client.index import IndexReader
 from kvstore_client.reads import Reads
-from kvstore_client.stream import Stream, frame, to_be_mapped
+from kvstore_client.stream import Stream, close_all, frame, to_be_mapped
+from kvstore_client.waiting import locked, seconds_left
 from kvstored.mapping import Mapping
 from kvstored.v1 import DESCRIPTORS_MAX, FRAME_BYTES_MAX, PROTOCOL, errors
 from kvstored.v1 import kvstore_pb2 as pb
@@ -94,19 +95,19 @@ class Session:
 
     # -- opening
 
-    def open(self, before: "Session | None") -> None:
-        """Says Hello and gets the index; takes over what this process still uses of `before`."""
+    def open(self, before: "Session | None", until: float) -> None:
+        """Says Hello and gets the index, in time; takes over what this process still uses of `before`."""
         client, tenant, read_only = self._identity
         hello = pb.HelloRequest(protocol=PROTOCOL, client=client, tenant=tenant, read_only=read_only)
         if before is None:
-            self.hello = self.call(pb.Request(hello=hello)).hello
+            self.hello = self.call(pb.Request(hello=hello), seconds_left(until)).hello
         else:
-            with before.lock:
+            with locked(before.lock, seconds_left(until)):
                 before._drain(resuming=True)
                 hello.resume.nonce = before.hello.nonce
                 hello.resume.leased.extend(chain.from_iterable(before.holds.values()))
                 hello.resume.granted.extend(before.writing)
-                self.hello = self.call(pb.Request(hello=hello)).hello
+                self.hello = self.call(pb.Request(hello=hello), seconds_left(until)).hello
                 if self.hello.resumed:
                     # What the daemon did not carry over was stored by a commit whose answer never came. Whoever
                     # wrote it must not give it back: by then the slot may be granted again, also to this session.
@@ -116,11 +117,11 @@ class Session:
                 else:
                     before._abandoned = True
             before.tell()  # what ended meanwhile
-        self.refresh_index()
+        self.refresh_index(seconds_left(until))
 
-    def refresh_index(self) -> None:
+    def refresh_index(self, timeout_s: float | None = None) -> None:
         """Maps the tenant's index as it is now (it has moved, or this session is new)."""
-        reply, descriptors = self._call_for_descriptors(pb.Request(index=pb.IndexRequest()))
+        reply, descriptors = self._call_for_descriptors(pb.Request(index=pb.IndexRequest()), timeout_s)
         with to_be_mapped(descriptors, 1):
             self.index = IndexReader(descriptors[0], reply.index.size_bytes)
 
@@ -150,12 +151,12 @@ class Session:
 
     def call(self, request: pb.Request, timeout_s: float | None = None) -> pb.Reply:
         """One request and its reply. Raises the error that the daemon answered, or Unavailable."""
-        with self.lock:
+        with locked(self.lock, timeout_s or self.timeout_s):
             return self._exchange(request, timeout_s)[0]
 
-    def _call_for_descriptors(self, request: pb.Request) -> tuple[pb.Reply, list[int]]:
-        with self.lock:
-            return self._exchange(request, None, descriptors=True)
+    def _call_for_descriptors(self, request: pb.Request, timeout_s: float | None = None) -> tuple[pb.Reply, list[int]]:
+        with locked(self.lock, timeout_s or self.timeout_s):
+            return self._exchange(request, timeout_s, descriptors=True)
 
     def _exchange(
         self, request: pb.Request, timeout_s: float | None, *, descriptors: bool = False
@@ -189,18 +190,18 @@ class Session:
         try:
             reply = self._stream.receive(descriptors)
         except (OSError, DecodeError) as e:
-            _close_all(received)
+            close_all(received)
             raise self._broken(e) from e
         if reply.id != number:
             # A reply to nothing says why the daemon ends the connection.
-            _close_all(received)
+            close_all(received)
             self.die(reply.error.message or f"answer {reply.id} to request {number}")
             raise self._death()
         if reply.recall or reply.detach:
             self._recalled |= reply.recall
             self._start_unmapping(reply.detach)
         if reply.HasField("error"):
-            _close_all(received)
+            close_all(received)
             raise errors.from_wire(reply.error.code, reply.error.message)
         return reply
 
@@ -354,10 +355,10 @@ class Session:
     # -- telling the daemon what needs no answer
 
     def tell(self, *, touches: bool = False) -> None:
-        """Sends what waits, if nobody is in the middle of a call (who then sends it ahead of the next)."""
+        """Sends what waits. Without `touches` only if nobody is in a call, who then sends it ahead of the next."""
         if os.getpid() != self._pid:
             return
-        while self.lock.acquire(blocking=False):
+        while self.lock.acquire(timeout=self.timeout_s if touches else 0):
             try:
                 self._drain()
                 if self._forward is None and not self.dead:
@@ -408,8 +409,7 @@ class Session:
             else:
                 request.abort.slots.extend(slots)
             frames += frame(request)
-        touch = self.reads.due(now=touches)
-        if touch is not None:
+        for touch in self.reads.due(self.namespaces, now=touches):
             frames += frame(pb.Request(touch=touch))
         return frames
 
@@ -476,12 +476,6 @@ class Session:
         stream = getattr(self, "_stream", None)
         if stream is not None:
             stream.close()
-
-
-def _close_all(descriptors: list[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
-    descriptors.clear()
 
 
 def _in_child() -> None:

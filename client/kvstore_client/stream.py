@@ -1,7 +1,9 @@
 """The socket under a session: frames out, replies and descriptors in, each with a deadline.
 
-Deadlines are the kernel's (SO_RCVTIMEO, SO_SNDTIMEO): a Python time-out costs a poll ahead
-of every send and receive. What goes wrong here is an OSError; BlockingIOError is "too late".
+Who waits, polls with the time that is left. The kernel's own time-outs (SO_RCVTIMEO) would
+save that microsecond, but begin anew with every signal that the process gets, and one with
+a profiler's timer would wait for ever. What goes wrong here is an OSError; BlockingIOError
+is "too late".
 """
 
 import contextlib
@@ -21,19 +23,30 @@ from kvstored.v1.errors import Unavailable
 POLLRDHUP = 0x2000
 """Linux; not in Python's select."""
 
+CONNECT_AGAIN_S = 0.005
+"""Pause before another try, where more clients wait to be accepted than the kernel queues."""
+
+_POLL_MS_MAX = (1 << 31) - 1
+
 RECEIVE_BYTES = 64 << 10
 _INT_BYTES = array("i").itemsize
 CONTROL_BYTES = socket.CMSG_LEN(DESCRIPTORS_MAX * _INT_BYTES)
 REPLY_BYTES_MAX = 16 * FRAME_BYTES_MAX
 
 _LENGTH = struct.Struct("<I")
-_TIMEVAL = struct.Struct("ll")
 
 
 def frame(request: pb.Request) -> bytes:
     """A request as it goes over the socket."""
     payload = request.SerializeToString()
     return _LENGTH.pack(len(payload)) + payload
+
+
+def close_all(descriptors: list[int]) -> None:
+    """Closes received descriptors that nobody wants."""
+    for descriptor in descriptors:
+        os.close(descriptor)
+    descriptors.clear()
 
 
 @contextlib.contextmanager
@@ -68,10 +81,10 @@ class Stream:
         except OSError as e:
             raise Unavailable(f"this process cannot open a socket: {e.strerror}") from e
         self._buffer = bytearray()
-        self.deadline_s = 0.0
+        self.deadline_s = timeout_s
         try:
-            self.set_deadline(timeout_s)
-            self._socket.connect(path)
+            self._socket.setblocking(False)
+            self._connect(path, time.monotonic() + timeout_s)
         except OSError as e:
             self._socket.close()
             raise Unavailable(
@@ -79,24 +92,49 @@ class Stream:
                 "Start `kvstored`, or name its socket with KVSTORED_ENDPOINT"
             ) from e
         self._descriptor = self._socket.fileno()
+        self._readable, self._writable = select.poll(), select.poll()
+        self._readable.register(self._descriptor, select.POLLIN)
+        self._writable.register(self._descriptor, select.POLLOUT)
+
+    def _connect(self, path: str, until: float) -> None:
+        while True:
+            try:
+                self._socket.connect(path)
+            except BlockingIOError:
+                # Its queue is full, of which no poll tells the end.
+                if time.monotonic() >= until:
+                    raise
+                time.sleep(CONNECT_AGAIN_S)
+            else:
+                return
 
     def set_deadline(self, seconds: float) -> None:
         """How long a send or a receive may take from now on."""
-        if seconds == self.deadline_s:
-            return
         self.deadline_s = seconds
-        value = _TIMEVAL.pack(*divmod(max(int(seconds * 1e6), 1), 1_000_000))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
 
     def send(self, frames: bytes) -> None:
         """Sends all of it."""
-        self._socket.sendall(frames)
+        sent = self._send_some(frames)
+        if sent == len(frames):
+            return
+        until = time.monotonic() + self.deadline_s
+        rest = memoryview(frames)[sent:]
+        while rest:
+            rest_s = until - time.monotonic()
+            if rest_s <= 0 or not self._writable.poll(min(rest_s * 1000, _POLL_MS_MAX)):
+                raise BlockingIOError(errno.EAGAIN, "the daemon takes nothing")
+            rest = rest[self._send_some(rest) :]
+
+    def _send_some(self, frames: bytes | memoryview) -> int:
+        try:
+            return self._socket.send(frames)
+        except BlockingIOError:
+            return 0
 
     def receive(self, descriptors: list[int] | None) -> pb.Reply:
         """The next reply; descriptors that come with it are appended to the list, if there is one."""
         buffer = self._buffer
-        until = 0.0
+        until, rest_s = 0.0, self.deadline_s
         while True:
             if len(buffer) >= 4:
                 (length,) = _LENGTH.unpack_from(buffer)
@@ -110,8 +148,9 @@ class Stream:
                 # It comes in pieces: each of them in time, and so must they all be.
                 now = time.monotonic()
                 until = until or now + self.deadline_s
-                if now > until:
-                    raise BlockingIOError(errno.EAGAIN, "an answer in pieces")
+                rest_s = until - now
+            if rest_s <= 0 or not self._readable.poll(min(rest_s * 1000, _POLL_MS_MAX)):
+                raise BlockingIOError(errno.EAGAIN, "an answer in pieces" if buffer else "no answer")
             if descriptors is None:
                 data = self._socket.recv(RECEIVE_BYTES)
             else:

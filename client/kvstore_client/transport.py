@@ -10,7 +10,9 @@ from typing import Any, Protocol
 
 from kvstore_client.buffers import Bytes
 from kvstore_client.lease import Lease, Slots
+from kvstore_client.reads import Reads
 from kvstore_client.results import Health, Hint, Match, PutResult
+from kvstored.v1 import kvstore_pb2 as pb
 
 
 @dataclass(frozen=True)
@@ -20,10 +22,20 @@ class Identity:
     digest: bytes
     block_bytes: int
     label: str
+    block_tokens: int = 0
+
+    def opening(self) -> pb.OpenNamespaceRequest:
+        """What opens it."""
+        return pb.OpenNamespaceRequest(
+            digest=self.digest, block_bytes=self.block_bytes, label=self.label, block_tokens=self.block_tokens
+        )
 
 
 class Transport(Protocol):
     """One daemon. Reads miss and puts are rejected while it is away; management raises Unavailable."""
+
+    reads: Reads
+    """Where whoever makes a call notes what came of it."""
 
     def open(self, ns: Identity) -> None: ...
     def match(self, ns: Identity, keys: Sequence[bytes]) -> Match: ...
@@ -37,6 +49,7 @@ class Transport(Protocol):
     def pin(self, ns: Identity, keys: Sequence[bytes], ttl_s: float) -> int: ...
     def unpin(self, ns: Identity, keys: Sequence[bytes]) -> int: ...
     def clear(self, ns: Identity) -> int: ...
+    def administer(self, name: str, request: Any, timeout_s: float) -> Any: ...
     def stats(self) -> dict[str, Any]: ...
     def health(self) -> Health: ...
     def close(self) -> None: ...

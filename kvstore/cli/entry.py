@@ -8,9 +8,16 @@ import importlib.util
 import sys
 
 DAEMON_PACKAGES = (
-    "aiohttp", "click", "grpc_health", "grpc_reflection", "prometheus_client", "pydantic", "pydantic_settings", "rich",
+    "click",
+    "rich",
+    "pydantic",
+    "pydantic_settings",
+    "aiohttp",
+    "prometheus_client",
     "structlog",
-)  # fmt: skip
+    "grpc_health",
+    "grpc_reflection",
+)
 
 
 def kvstored() -> None:

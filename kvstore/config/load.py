@@ -19,9 +19,10 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import EnvSettingsSource, InitSettingsSource, TomlConfigSettingsSource
 from pydantic_settings import PydanticBaseSettingsSource as Source
 
+from kvstore.config import values
 from kvstore.config.settings import Settings, Tables
 from kvstore.errors import ConfigError
-from kvstored.v1.endpoint import ENDPOINT_VARIABLE
+from kvstored.v1.endpoint import CLIENT_VARIABLES
 
 FILE_BYTES_MAX = 1 << 20
 SHOWN_CHARS_MAX = 100
@@ -128,7 +129,7 @@ def _from_environment(environ: Mapping[str, str], problems: list[str]) -> Iterat
             source = EnvSettingsSource(Settings, case_sensitive=False)
             source.env_vars = {variable.lower(): environ[variable]}
             yield source, f"environment variable {variable}"
-        elif variable.upper().startswith(PREFIX) and variable != ENDPOINT_VARIABLE:
+        elif variable.upper().startswith(PREFIX) and variable not in CLIENT_VARIABLES:
             certain = "__" in variable
             names = [known.removeprefix(PREFIX) for known in VARIABLES]
             near = difflib.get_close_matches(
@@ -212,6 +213,32 @@ def _contradictions(effective: Effective) -> Iterator[tuple[tuple[str, ...], str
     if settings.server.grpc_socket == settings.server.socket:
         what = f"server.grpc = {_shown(settings.server.grpc)} ({sources['server.grpc']})"
         yield ("server.grpc", "server.socket"), f"{what} is server.socket as well; allowed: another path"
+    if settings.server.http_socket in (settings.server.socket, settings.server.grpc_socket or Path()):
+        what = f"server.http = {_shown(settings.server.http)} ({sources['server.http']})"
+        yield ("server.http", "server.socket"), f"{what} is another listener's as well; allowed: another path"
+    yield from _open_doors(effective)
+
+
+def _open_doors(effective: Effective) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Listeners that other machines reach without TLS and tokens, and half of a certificate."""
+    server, sources = effective.settings.server, effective.sources
+    guards = {"server.tls_cert": server.tls_cert, "server.tls_key": server.tls_key, "server.tokens": server.tokens}
+    missing = [key for key, value in guards.items() if value is None]
+    for key, address in (("server.grpc", server.grpc), ("server.http", server.http)):
+        reached = values.reached_by_others(address)
+        if reached and missing:
+            what = f"{key} = {_shown(address)} ({sources[key]})"
+            yield (
+                (key, *guards),
+                (
+                    f"{what}: {reached}, with neither TLS nor authentication without {', '.join(guards)}; "
+                    f"missing: {', '.join(missing)}; allowed: {PLACES[key].description}"
+                ),
+            )
+    if (server.tls_cert is None) != (server.tls_key is None):
+        there, lacks = ("tls_key", "tls_cert") if server.tls_cert is None else ("tls_cert", "tls_key")
+        what = f"server.{there} = {_shown(getattr(server, there))} ({sources[f'server.{there}']})"
+        yield tuple(guards), f"{what} is of no use without server.{lacks}; set both, or neither"
 
 
 def _shown(value: object) -> str:

@@ -21,6 +21,10 @@ HUGE_PAGES_AUTO_BYTES = 64 << 30
 """Above this size `host.huge_pages = "auto"` is on: 4 KiB pages cost every client 2 MiB of page tables a GiB."""
 
 SIZE = "a size such as 10GiB, 1.5GB or 4096B (units B, KiB, MiB, GiB, TiB, KB, MB, GB, TB)"
+LOOPBACK = (
+    "a loopback address: 127.0.0.1:PORT, [::1]:PORT, localhost:PORT "
+    "(with server.tls_cert, server.tls_key and server.tokens any HOST:PORT)"
+)
 NOT_YET = "not part of this release"
 
 T = TypeVar("T")
@@ -50,6 +54,12 @@ Duration = Annotated[
     float, BeforeValidator(values.parse_duration_s), PlainSerializer(values.format_duration, when_used="json")
 ]
 
+OptionalPath = Annotated[
+    Path | None,
+    BeforeValidator(values.parse_optional_path),
+    PlainSerializer(values.format_optional_path, when_used="json"),
+]
+
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -63,17 +73,25 @@ class Server(Section):
         description="the path of a Unix socket, at most 107 bytes",
     )
     grpc: Annotated[str, BeforeValidator(values.parse_listen_address)] = Field(
-        default="",
-        description='"" (off), unix:/PATH, or a loopback address: 127.0.0.1:PORT, [::1]:PORT, localhost:PORT',
+        default="", description=f'"" (off), unix:/PATH, or {LOOPBACK}'
     )
-    http: Annotated[str, AfterValidator(_only("", "metrics over HTTP are"))] = Field(
-        default="", description='"" (off); `kvstore-cli stats` has the figures'
+    http: Annotated[str, BeforeValidator(values.parse_listen_address)] = Field(
+        default="", description=f'"" (off), unix:/PATH, or {LOOPBACK}'
+    )
+    tls_cert: OptionalPath = Field(default=None, description='"" (off), or the path of a certificate chain in PEM')
+    tls_key: OptionalPath = Field(default=None, description='"" (off), or the path of its private key in PEM')
+    tokens: OptionalPath = Field(
+        default=None, description='"" (off), or the path of a TOML file with tables [tokens.NAME], mode 0600'
     )
     state_dir: Annotated[Path, BeforeValidator(values.parse_path)] = Field(
         default_factory=lambda: user_runtime_dir() / "state", description="the path of a directory"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description='"debug", "info", "warning" or "error"'
+    )
+    log_format: Literal["text", "json"] = Field(default="text", description='"text" or "json"')
+    socket_group: Annotated[str, BeforeValidator(values.parse_group)] = Field(
+        default="", description='"" (the daemon\'s user alone), or the name of a group whose members may connect'
     )
 
     @property
@@ -82,12 +100,19 @@ class Server(Section):
         return Path(self.grpc.removeprefix("unix:")) if self.grpc.startswith("unix:") else None
 
     @property
+    def http_socket(self) -> Path | None:
+        """The socket path if `http` is one."""
+        return Path(self.http.removeprefix("unix:")) if self.http.startswith("unix:") else None
+
+    @property
+    def http_for_others(self) -> bool:
+        """Whether other machines may reach `http`."""
+        return bool(values.reached_by_others(self.http))
+
+    @property
     def grpc_host_port(self) -> tuple[str, int] | None:
-        """Host (without brackets) and port if `grpc` is such an address; port 0 lets the kernel choose."""
-        if not self.grpc or self.grpc_socket is not None:
-            return None
-        host, _, port = self.grpc.rpartition(":")
-        return host.removeprefix("[").removesuffix("]"), int(port)
+        """Host and port if `grpc` is such an address."""
+        return values.host_and_port(self.grpc)
 
 
 class Host(Section):

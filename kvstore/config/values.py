@@ -39,6 +39,7 @@ class Refused(ValueError):
 _NUMBER = r"([0-9]{1,24}(?:\.[0-9]{1,24})?)"
 _SIZE = re.compile(rf"{_NUMBER} ?({'|'.join(SIZE_UNITS)})")
 _DURATION = re.compile(rf"{_NUMBER}(?: ?({'|'.join(DURATION_UNITS_S)}))?")
+_GROUP = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,31}")
 _HOST_PORT = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*):([0-9]{1,5})")
 
 
@@ -113,13 +114,27 @@ def parse_socket_path(value: object) -> Path:
     return path
 
 
-def parse_listen_address(value: object) -> str:
-    """`""`, `HOST:PORT` with a loopback host, or `unix:/path`, returned as gRPC takes them.
+def parse_group(value: object) -> str:
+    """`""`, or a name that a group can have; whether there is one is seen at the start."""
+    if not isinstance(value, str):
+        raise Refused("not the name of a group")
+    if value and not _GROUP.fullmatch(value):
+        raise Refused("not a name that a group can have")
+    return value
 
-    Without TLS and authentication, whoever reaches the port reads every prompt's cache and
-    may clear it. So what other machines can reach is refused: wildcards, addresses that are
-    not loopback, and names, which may resolve to either (`localhost` excepted).
-    """
+
+def parse_optional_path(value: object) -> Path | None:
+    """None for `""`, else as `parse_path`."""
+    return None if value is None or value == "" else parse_path(value)
+
+
+def format_optional_path(path: Path | None) -> str:
+    """As `parse_optional_path` reads it back."""
+    return "" if path is None else str(path)
+
+
+def parse_listen_address(value: object) -> str:
+    """`""`, `HOST:PORT` or `unix:/path`, returned as gRPC takes them; for who may reach it see `reached_by_others`."""
     if not isinstance(value, str):
         raise Refused("not an address")
     if value == "":
@@ -136,21 +151,34 @@ def parse_listen_address(value: object) -> str:
         raise Refused("not HOST:PORT (an IPv6 host is written [::1])")
     if int(match[2]) > 65535:
         raise Refused("a port above 65535")
-    _refuse_reachable(match[1].removeprefix("[").removesuffix("]"))
     return value
 
 
-def _refuse_reachable(host: str) -> None:
-    why = "and this release has neither TLS nor authentication"
+def host_and_port(address: str) -> tuple[str, int] | None:
+    """Host (without brackets) and port of a `HOST:PORT`; port 0 lets the kernel choose. None for any other address."""
+    if not address or address.startswith("unix:"):
+        return None
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def reached_by_others(address: str) -> str:
+    """Why other machines may reach a listener on this address; "" where none can.
+
+    Without TLS and authentication, whoever reaches the port reads every prompt's cache and
+    may clear it. Only loopback is known to be closed: not wildcards, not other addresses,
+    and not names, which may resolve to any (`localhost` excepted).
+    """
+    found = host_and_port(address)
+    if found is None or found[0] == "localhost":
+        return ""
+    host = found[0]
     if host in ("", "*"):
-        raise Refused(f"open to every machine that reaches this one, {why}")
-    if host == "localhost":
-        return
+        return "open to every machine that reaches this one"
     try:
-        address = ipaddress.ip_address(host)
+        number = ipaddress.ip_address(host)
     except ValueError:
-        raise Refused(f"a host name, which may lead to other machines, {why}") from None
-    if address.is_unspecified:
-        raise Refused(f"open to every machine that reaches this one, {why}")
-    if not address.is_loopback:
-        raise Refused(f"open to other machines, {why}")
+        return "a host name, which may lead to other machines"
+    if number.is_unspecified:
+        return "open to every machine that reaches this one"
+    return "" if number.is_loopback else "open to other machines"

@@ -34,7 +34,7 @@ def check(store: "Store", published: Mapping[tuple[int, bytes], Published] | Non
     rows(store)
     links(store)
     lists(store)
-    orphans(store)
+    missing(store)
     holders(store)
     times(store)
     if published is not None:
@@ -66,6 +66,8 @@ def memory(store: "Store") -> None:
             same(f"segment {number} and its pool: tenant", segment.tenant, segment.pool.tenant)
             assert segment.pool.segments.get(number) is segment, f"segment {number} is not among its pool's"
         assert segment.sessions <= store.sessions.keys(), f"segment {number} is mapped by sessions that are gone"
+    taking = [s for taking in store.room._taking.values() for s in (*taking.full, *taking.empty)]
+    same("segments taken, each once", sorted(s.id for s in taking), sorted(s.id for s in live if s.closed))
     assert table.unowned.keys() <= table.live.keys(), "an unowned segment is not live"
     same("bytes by tenant", table.owned, dict(owned))
     same("bytes of tenants", table._owned_bytes, sum(owned.values()))
@@ -87,7 +89,7 @@ def slots(store: "Store", segment: Segment) -> None:
     same(f"{name}: row column", len(segment.row), len(segment.state))
     free = [number for number, state in enumerate(segment.state) if state == FREE]
     same(f"{name}: free slots", sorted(segment.free), free)
-    same(f"{name}: open", pool.open.get(segment.id) is segment, bool(free))
+    same(f"{name}: open", pool.open.get(segment.id) is segment, bool(free) and not segment.closed)
     held = 0
     for number, state in enumerate(segment.state):
         row = segment.row[number]
@@ -109,9 +111,10 @@ def counters(store: "Store", pool: Pool) -> None:
     for number, segment in pool.segments.items():
         assert store.segments.live.get(number) is segment, f"segment {number} of a pool is not live"
         assert segment.pool is pool, f"segment {number} is in another pool"
-        found["slots"] += len(segment.state)
         states = Counter(segment.state)
-        found["free"] += states[FREE]
+        if not segment.closed:
+            found["slots"] += len(segment.state)
+            found["free"] += states[FREE]
         found["granted"] += states[GRANTED]
         found["quarantined"] += states[QUARANTINED]
         for row in segment.row:
@@ -140,8 +143,9 @@ def rows(store: "Store") -> None:
         state, key = table.state[row], table.key[row]
         same(f"row {row} free", row in free, state == State.GONE)
         same(f"row {row} is a list head", row in heads, state == State.LIST)
-        if state in (State.GONE, State.LIST):
-            same(f"row {row}: key, marks, leases", (key, table.marks[row], table.leases[row]), (None, 0, 0))
+        if state in (State.GONE, State.LIST, State.MISSING):
+            same(f"row {row}: marks, leases", (table.marks[row], table.leases[row]), (0, 0))
+            same(f"row {row}: key", key is not None, state == State.MISSING)
             continue
         ref, namespace = table.place[row], store.namespaces[table.namespace[row] - 1]
         segment, number = store.segments.at(ref)
@@ -170,10 +174,11 @@ def links(store: "Store") -> None:
     for row in range(len(table)):
         parent = table.parent[row]
         if table.state[row] != State.SEALED:
-            tree = (parent, table.child[row], table.sibling[row], table.sibling_before[row])
-            same(f"row {row}: links of what is not in the tree", tree, (NONE,) * 4)
+            links = (parent, table.sibling[row], table.sibling_before[row])
+            same(f"row {row}: links of what is not in the tree", links, (NONE,) * 3)
         if parent != NONE:
-            same(f"row {row}: its parent's state", table.state[parent], State.SEALED)
+            assert table.state[parent] in (State.SEALED, State.MISSING), f"row {row} hangs from what is no parent"
+            assert table.depth[row] > table.depth[parent], f"row {row} is no deeper than what it hangs from"
             below[parent] += 1
     for row in range(len(table)):
         before, child, count = NONE, table.child[row], 0
@@ -184,18 +189,10 @@ def links(store: "Store") -> None:
             same(f"row {child}: sibling before", table.sibling_before[child], before)
             before, child = child, table.sibling[child]
         same(f"row {row}: children", count, below[row])
-    rooted: set[int] = set()
-    for row in range(len(table)):
-        path: list[int] = []
-        while row != NONE and row not in rooted:
-            rooted.add(row)
-            path.append(row)
-            row = table.parent[row]
-            assert row not in path, f"row {row} hangs from itself"
 
 
 def lists(store: "Store") -> None:
-    """Each block is in the one list where it belongs; only held ones may be in none."""
+    """Each block is in the one list where it belongs; only held ones may be in none, and unsettled ones elsewhere."""
     table = store.table
     seen: dict[int, int] = {}
     for pool in store.segments.pools.values():
@@ -206,31 +203,48 @@ def lists(store: "Store") -> None:
                 assert row not in seen, f"row {row} is in two lists"
                 assert store.tree.pool_of(row) is pool, f"row {row} is in another pool's list"
                 seen[row] = which
+    unsettled = _unsettled(store)
     for row in range(len(table)):
         if table.state[row] != State.SEALED:
             assert row not in seen, f"row {row} is listed and no block"
             continue
-        if row in store.namespaces[table.namespace[row] - 1].tenant.orphan_parent:
-            place = ORPHAN
-        else:
-            place = LEAF if table.child[row] == NONE else INNER
+        by_child = LEAF if table.child[row] == NONE else INNER
+        place = ORPHAN if store.tree.families.is_orphan(row) else by_child
+        if row in unsettled and seen.get(row) in (ORPHAN, by_child):
+            place = seen[row]
         if table.held(row) and row not in seen:
             place = OUT
         same(f"row {row}: list", seen.get(row, OUT), place)
         same(f"row {row}: listed", table.listed[row], place)
 
 
-def orphans(store: "Store") -> None:
-    """Who waits for which parent, both ways."""
+def _unsettled(store: "Store") -> set[int]:
+    """Blocks of which the policy may not have heard yet that their parent came or went."""
+    table, found = store.table, set()
+    for parent, child in store.tree.families.unsettled.items():
+        same(f"row {child}: parent that it is to be settled with", table.parent[child], parent)
+        while child != NONE:
+            found.add(child)
+            child = table.sibling[child]
+    return found
+
+
+def missing(store: "Store") -> None:
+    """Which rows stand in for whom, both ways; and the rows from which on to mark what was used."""
     table = store.table
+    standing = {row for row in range(len(table)) if table.state[row] == State.MISSING}
     for tenant in store.tenants.values():
-        found: dict[bytes, set[int]] = {}
-        for row, missing in tenant.orphan_parent.items():
-            found.setdefault(missing, set()).add(row)
-            same(f"orphan {row}: state and parent", (table.state[row], table.parent[row]), (State.SEALED, NONE))
-            assert store.namespaces[table.namespace[row] - 1].tenant is tenant, f"orphan {row} of another tenant"
-            assert missing not in tenant.rows, f"orphan {row} waits for a parent that is here"
-        same(f"tenant {tenant.name}: orphans", tenant.orphans, found)
+        for key, row in tenant.missing.items():
+            assert row in standing, f"row {row} stands in for a parent, and for nobody"
+            standing.discard(row)
+            same(f"row {row}: key", table.key[row], key)
+            assert store.namespaces[table.namespace[row] - 1].tenant is tenant, f"row {row} of another tenant"
+            assert key not in tenant.rows, f"row {row} stands in for a block that is here"
+            assert table.child[row] != NONE, f"row {row} stands in for a parent without children"
+            same(f"row {row}: last use of what is not here", table.used[row], float("inf"))
+    assert not standing, f"rows that stand in for nobody knows whom: {standing}"
+    for row in store.tree.climbs:
+        same(f"row {row}: state of where to go on", table.state[row], State.SEALED)
 
 
 def holders(store: "Store") -> None:
@@ -278,7 +292,7 @@ def times(store: "Store") -> None:
     table, tree = store.table, store.tree
     marked = {row * 4 + mark for row in range(len(table)) for mark in (PINNED, HINTED) if table.marks[row] & mark}
     same("rows with an end", set(tree.until), marked)
-    waiting = set(tree.untils)
+    waiting = {*tree.untils, *tree.untils_before}
     for code, at in tree.until.items():
         assert (at, code) in waiting, f"row {code // 4}: its mark {code % 4} never ends"
 

@@ -3,10 +3,16 @@
     reserved --commit--> sealed --drop--> gone
         |                  |
         +--abort--> gone   +--drop while leased--> doomed --last release--> gone
+                           |
+                           +--drop while blocks hang from it--> missing --last child gone--> gone
+                                                                   |
+                                                                   +--commit--> sealed
 
 A reserved block has no row: it is a slot granted to a session (segments.py), invisible
 to everybody. A sealed block is a row, found by its key. A doomed one has lost its key
-(removed, cleared or expired) and waits for its last lease. `gone` is a free row.
+(removed, cleared or expired) and waits for its last lease. A missing one has no bytes and
+no slot: it stands in for a parent that is not here (families.py); one that is leased too
+leaves its row to its children and is doomed in another. `gone` is a free row.
 
 Rows live in columns of machine numbers and one dict a tenant from key to row: a million
 blocks are some 70 MB of columns and 170 MB of keys and dict, and nothing for the garbage
@@ -32,6 +38,7 @@ class State(IntEnum):
     SEALED = 1
     DOOMED = 2
     LIST = 3
+    MISSING = 4
 
 
 MOVES = {
@@ -40,6 +47,11 @@ MOVES = {
     (State.SEALED, "drop leased"): State.DOOMED,
     (State.DOOMED, "release"): State.GONE,
     (State.GONE, "list"): State.LIST,
+    (State.GONE, "doom"): State.DOOMED,
+    (State.GONE, "miss"): State.MISSING,
+    (State.SEALED, "leave children"): State.MISSING,
+    (State.MISSING, "commit"): State.SEALED,
+    (State.MISSING, "forget"): State.GONE,
 }
 """Every legal change of a row's state; anything else is a bug and asserts."""
 
@@ -49,7 +61,7 @@ _NEXT = {
 }
 """`MOVES` by event, then by state as a number: a commit does not hash enums."""
 
-SEALED = int(State.SEALED)
+SEALED, MISSING = int(State.SEALED), int(State.MISSING)
 """For loops over many rows: a name of this module is found faster than a member of an enum."""
 
 PINNED, HINTED = 1, 2
@@ -59,7 +71,7 @@ PINNED, HINTED = 1, 2
 class BlockTable:
     """Columns of all blocks; row numbers are reused.
 
-    key        the block's key (list of bytes); None for rows that are not sealed
+    key        the block's key (list of bytes); None for rows that are neither sealed nor missing
     state      a State
     marks      PINNED and HINTED
     listed     which list of the eviction policy it is in (evict.py)
@@ -67,8 +79,10 @@ class BlockTable:
     namespace  number of its namespace
     leases     holds on it, over all sessions
     used       when it was last used, seconds of the daemon's clock
+    stored     when it was committed, the same in 32 bits: right to a second on a machine up for 100 days
     hits       times it was read or touched, up to HITS_MAX
-    depth      place in its chain, root 0
+    depth      place in its chain, root 0; more than its parent's, and of one that is missing less than its children's
+    conversation   number of the one it was last stored or used for (conversations.py); 0 none
     parent, child, sibling, sibling_before   the prefix tree, as rows
     before, after                            the eviction policy's lists
     """
@@ -83,7 +97,9 @@ class BlockTable:
         self.leases = array("I")
         self.hits = array("H")
         self.depth = array("I")
+        self.conversation = array("I")
         self.used = array("d")
+        self.stored = array("f")
         self.parent = array("i")
         self.child = array("i")
         self.sibling = array("i")
@@ -144,6 +160,10 @@ class BlockTable:
             self.sibling_before[after] = before
         self.parent[row] = self.sibling[row] = self.sibling_before[row] = NONE
 
+    def forget_conversations(self) -> None:
+        """No row is of a conversation any more."""
+        self.conversation = array("I", bytes(self.conversation.itemsize * len(self)))
+
     def children(self, row: int) -> list[int]:
         """Rows whose parent is `row`."""
         found = []
@@ -162,9 +182,10 @@ class BlockTable:
         for column in (self.state, self.marks, self.listed):
             column.extend(bytes(GROW_ROWS))
         zeros = [0] * GROW_ROWS
-        for numbers in (self.place, self.namespace, self.leases, self.hits, self.depth):
+        for numbers in (self.place, self.namespace, self.leases, self.hits, self.depth, self.conversation):
             numbers.extend(zeros)
         self.used.extend([0.0] * GROW_ROWS)
+        self.stored.extend([0.0] * GROW_ROWS)
         none = [NONE] * GROW_ROWS
         links = (self.parent, self.child, self.sibling, self.sibling_before, self.before, self.after)
         for link in links:

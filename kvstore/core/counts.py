@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+COUNT_MAX = (1 << 64) - 1
+"""What a message can carry. Clients say what they read, so sums are cut here where they are answered."""
+
 
 @dataclass
 class Counts:
@@ -15,12 +18,19 @@ class Counts:
     hit_bytes: int = 0
     match_hits: int = 0
     match_misses: int = 0
+    hit_tokens: int = 0
+    miss_tokens: int = 0
+    match_hit_tokens: int = 0
+    match_miss_tokens: int = 0
     evicted: int = 0
     evicted_inner: int = 0
     evicted_orphans: int = 0
+    evicted_asked: int = 0
     expired: int = 0
     removed: int = 0
     sessions_opened: int = 0
     sessions_ended: int = 0
     exhausted: int = 0
     reservations_expired: int = 0
+    conversations: int = 0
+    conversations_evicted: int = 0

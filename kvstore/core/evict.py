@@ -18,8 +18,11 @@ from typing import Protocol
 
 from kvstore.core.block import NONE, SEALED, BlockTable
 
-INNER_WINDOW = 4096
-"""Rows looked at for the deepest inner block when every leaf is held: about 0.3 ms."""
+INNER_WINDOW = 1024
+"""Rows looked at for the deepest inner block when every leaf is held: about 0.1 ms."""
+
+PASS_MAX = 8192
+"""Held blocks put aside in one look for a victim: 3 ms. Of a large slab, millions may be held at once."""
 
 OUT, LEAF, INNER, ORPHAN = 0, 1, 2, 3
 """Values of BlockTable.listed: in no list, or in which."""
@@ -31,6 +34,8 @@ class PoolOrder:
     def __init__(self, table: BlockTable) -> None:
         self.heads = [NONE, *(self._head(table) for _ in (LEAF, INNER, ORPHAN))]
         self.listed = [0, 0, 0, 0]
+        self.passing = False
+        """The last look ended among held blocks, and the next goes on from there: what may go is not known yet."""
 
     @staticmethod
     def _head(table: BlockTable) -> int:
@@ -59,10 +64,11 @@ class Policy(Protocol):
         """An inner block has become a leaf; its last child was last used at `child_used`."""
 
     def victim(self, order: PoolOrder) -> int:
-        """The block to drop next; NONE where all are held."""
+        """The block to drop next; NONE where all are held, or (`order.passing`) where one has to look again."""
 
     def oldest_use(self, order: PoolOrder) -> float:
-        """About when the next victim was last used; 0 for an orphan, infinity where all are held."""
+        """About when the next victim was last used; 0 for an orphan or where one has to look again, infinity where all
+        are held."""
 
     def walk(self, order: PoolOrder, which: int) -> list[int]:
         """Rows of one list, next victim first; for the audit."""
@@ -135,18 +141,21 @@ class LeafLru:
             self._make_first(order, row)
 
     def victim(self, order: PoolOrder) -> int:
-        row = self._first(order, ORPHAN)
-        if row == NONE:
-            row = self._first(order, LEAF)
-        return self._deepest(order) if row == NONE else row
+        order.passing = False
+        for first in (ORPHAN, LEAF):
+            row = self._first(order, first)
+            if row != NONE or order.passing:
+                return row
+        return self._deepest(order)
 
     def oldest_use(self, order: PoolOrder) -> float:
-        if self._first(order, ORPHAN) != NONE:
-            return 0.0
-        for which in (LEAF, INNER):
+        order.passing = False
+        for which in (ORPHAN, LEAF, INNER):
             row = self._first(order, which)
+            if order.passing:
+                return 0.0
             if row != NONE:
-                return self._table.used[row]
+                return 0.0 if which == ORPHAN else self._table.used[row]
         return float("inf")
 
     def walk(self, order: PoolOrder, which: int) -> list[int]:
@@ -161,14 +170,16 @@ class LeafLru:
         return rows
 
     def _first(self, order: PoolOrder, which: int) -> int:
-        """The old end of a list, held blocks put aside."""
+        """The old end of a list, held blocks put aside; NONE and `passing` after PASS_MAX of them."""
         head, after = order.heads[which], self._after
-        row = after[head]
-        while row != head:
+        for _ in range(PASS_MAX):
+            row = after[head]
+            if row == head:
+                return NONE
             if not self._table.held(row):
                 return row
             self.remove(order, row)
-            row = after[head]
+        order.passing = after[head] != head
         return NONE
 
     def _deepest(self, order: PoolOrder) -> int:

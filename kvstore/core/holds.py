@@ -23,8 +23,13 @@ SESSION_SHARE = 4
 HELD_NUMERATOR, HELD_DENOMINATOR = 3, 4
 """All holds of a tenant: at most 3/4 of its bytes, but always one slot."""
 
-LEASES_MAX = 1 << 20
-"""Leases of one session, counting each hold: over all sessions they fit a column of 32 bits."""
+HOLDS_MAX = 1 << 16
+"""Leases of one session, counting each hold, and slots granted to it, together.
+
+So a Resume, which names them all, fits a frame with each reference at its longest (10
+bytes), the end of a session is one step of some 30 ms, and the leases of all sessions fit
+a column of 32 bits.
+"""
 
 TENANTS_MAX = 64
 NAMESPACES_MAX = 65536
@@ -40,6 +45,8 @@ class Namespace:
     digest: bytes
     block_bytes: int
     label: str
+    block_tokens: int = 0
+    """For counts in tokens; 0 where nobody has said."""
     blocks: int = 0
 
 
@@ -51,9 +58,8 @@ class Tenant:
     name: str
     rows: dict[bytes, int] = field(default_factory=dict)
     namespaces: dict[bytes, Namespace] = field(default_factory=dict)
-    orphans: dict[bytes, set[int]] = field(default_factory=dict)
-    """Rows whose parent is not here, by that parent's key."""
-    orphan_parent: dict[int, bytes] = field(default_factory=dict)
+    missing: dict[bytes, int] = field(default_factory=dict)
+    """Key of a parent that is not here -> the row that stands in for it (families.py)."""
     held_bytes: int = 0
     """Slots granted, quarantined or leased, each counted once."""
 
@@ -89,6 +95,11 @@ class Session:
     recall: bool = False
     """Memory is short: the client is asked to give back what was granted ahead, and gets no more
     until it holds no grant at all."""
+
+    @property
+    def holds_left(self) -> int:
+        """Further leases and slots that it may have by number, whatever their size."""
+        return HOLDS_MAX - self.leases - len(self.granted)
 
     def grant(self, refs: Sequence[int], block_bytes: int, slot_bytes: int, expires: float) -> None:
         """These slots are this session's to write to."""

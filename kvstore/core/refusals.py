@@ -3,11 +3,14 @@
 from collections.abc import Sequence
 
 from kvstore.core import holds
-from kvstore.core.holds import Session
+from kvstore.core.holds import Session, Tenant
 from kvstore.core.segments import Pool, SegmentTable
 from kvstored.v1 import KEY_BYTES
 from kvstored.v1.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from kvstored.v1.shm import EMPTY_KEY
+
+SIZES_NAMED = 3
+"""Other block sizes that a refusal speaks of: those that have most of the memory."""
 
 
 def check_open(session: Session) -> None:
@@ -26,12 +29,16 @@ def check_may_hold(session: Session) -> None:
 def own_limit(session: Session, segments: SegmentTable, slot_bytes: int) -> int:
     """Further slots that this session may hold; one is always allowed to who holds none."""
     left = segments.tenant_bytes(session.tenant.id) // holds.SESSION_SHARE - session.held_bytes
-    return max(left // slot_bytes, 0 if session.held_bytes else 1)
+    return min(max(left // slot_bytes, 0 if session.held_bytes else 1), session.holds_left)
 
 
 def tenant_limit(session: Session, segments: SegmentTable, slot_bytes: int) -> int:
     """Further slots that all sessions of the tenant may hold; one is always allowed where nothing is held."""
-    tenant = session.tenant
+    return tenant_left(session.tenant, segments, slot_bytes)
+
+
+def tenant_left(tenant: Tenant, segments: SegmentTable, slot_bytes: int) -> int:
+    """The same, of a tenant."""
     whole = segments.tenant_bytes(tenant.id)
     left = whole * holds.HELD_NUMERATOR // holds.HELD_DENOMINATOR - tenant.held_bytes
     return max(left // slot_bytes, 0 if tenant.held_bytes else 1)
@@ -39,6 +46,8 @@ def tenant_limit(session: Session, segments: SegmentTable, slot_bytes: int) -> i
 
 def above_limits(session: Session, segments: SegmentTable, slot_bytes: int) -> str:
     """What to tell a session that may hold no more."""
+    if session.holds_left < 1:
+        return too_many_holds(session)
     whole = segments.tenant_bytes(session.tenant.id)
     return (
         f"session {session.id} ({session.client}) holds {session.held_bytes} bytes of at most "
@@ -48,19 +57,35 @@ def above_limits(session: Session, segments: SegmentTable, slot_bytes: int) -> s
     )
 
 
-def no_slot(pool: Pool) -> str:
-    """What to tell a session for which no slot could be freed."""
-    return (
+def no_slot(pool: Pool, table: SegmentTable) -> str:
+    """What to tell a session for which no slot could be freed; also whose holds keep segments from this block size."""
+    why = (
         f"no slot of {pool.block_bytes} bytes can be freed: {pool.leased} blocks leased, {pool.pinned} pinned, "
-        f"{pool.granted} slots granted, {pool.quarantined} quarantined of {pool.slots}; "
-        "release or unpin some, or raise host.size"
+        f"{pool.granted} slots granted, {pool.quarantined} quarantined of {pool.slots}"
+    )
+    others = [other for other in table.pools.values() if other.tenant == pool.tenant and other is not pool]
+    for other in sorted(others, key=lambda other: len(other.segments), reverse=True)[:SIZES_NAMED]:
+        kept = [segment.held for segment in other.segments.values() if segment.held]
+        if kept:
+            why += (
+                f"; blocks of {other.block_bytes} bytes have {len(other.segments)} segments, of which {len(kept)} "
+                f"cannot go to another size for {sum(kept)} slots leased, pinned or granted in them"
+            )
+    return why + "; release or unpin some, or raise host.size"
+
+
+def too_many_holds(session: Session) -> str:
+    """What to tell a session that holds as much by number as a Resume can name."""
+    return (
+        f"session {session.id} ({session.client}) has {session.leases} leases and {len(session.granted)} slots "
+        f"granted; at most {holds.HOLDS_MAX} together: release some first"
     )
 
 
 def check_leases(session: Session, more: int) -> None:
     """Holds on one slot are counted too, not only slots."""
-    if session.leases + more > holds.LEASES_MAX:
-        raise ResourceExhausted(f"session {session.id} has {session.leases} leases; at most {holds.LEASES_MAX}")
+    if more > session.holds_left:
+        raise ResourceExhausted(too_many_holds(session))
 
 
 def check_commit(

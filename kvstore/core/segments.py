@@ -85,6 +85,7 @@ class Pool:
     open: dict[int, "Segment"] = field(default_factory=dict)
     """Segments with a free slot, the one in use first."""
     slots: int = 0
+    """In segments that are not closed; and so is `free`."""
     free: int = 0
     granted: int = 0
     quarantined: int = 0
@@ -107,6 +108,8 @@ class Segment:
     free: "array[int]" = field(default_factory=lambda: array("I"))
     held: int = 0
     """Slots granted, quarantined, or whose block is leased, pinned or doomed."""
+    closed: bool = False
+    """On its way to another pool: its slots count in its own no more, and nothing new gets one."""
     used: float = 0.0
     """When a block in it was last used; 0 where the last one has gone."""
     sessions: set[int] = field(default_factory=set)
@@ -257,6 +260,40 @@ class SegmentTable:
         pool.slots += count
         pool.free += count
 
+    def unassign(self, segment: Segment) -> None:
+        """Undoes `assign`: a segment that was nobody's, and that no session has seen since, is nobody's again."""
+        assert not segment.sessions, f"segment {segment.id} is known to sessions"
+        assert segment.tenant is not None, f"segment {segment.id} is nobody's already"
+        self._leave_pool(segment)
+        self._owned_bytes -= segment.size_bytes
+        self.owned[segment.tenant] -= segment.size_bytes
+        if not self.owned[segment.tenant]:
+            del self.owned[segment.tenant]
+        segment.tenant, segment.used = None, 0.0
+        segment.state, segment.row, segment.free = bytearray(), array("i"), array("I")
+        self.unowned[segment.id] = segment
+
+    def close(self, segment: Segment) -> None:
+        """Begins to take a segment away from its pool: no slot of it is granted any more, and blocks in it may stay."""
+        pool = segment.pool
+        assert pool is not None, f"segment {segment.id} closed and in no pool"
+        assert not segment.held, f"segment {segment.id} closed with {segment.held} held slots"
+        assert not segment.closed, f"segment {segment.id} closed twice"
+        segment.closed = True
+        pool.slots -= len(segment.state)
+        pool.free -= len(segment.free)
+        pool.open.pop(segment.id, None)
+
+    def reopen(self, segment: Segment) -> None:
+        """It stays with its pool."""
+        pool = segment.pool
+        assert pool is not None and segment.closed, f"segment {segment.id} was not closed"  # noqa: PT018 (for mypy)
+        segment.closed = False
+        pool.slots += len(segment.state)
+        pool.free += len(segment.free)
+        if segment.free:
+            pool.open[segment.id] = segment
+
     def tenant_bytes(self, tenant: int) -> int:
         """What a tenant can have: all but what other tenants own."""
         return self.size_bytes - self._owned_bytes + self.owned.get(tenant, 0)
@@ -266,10 +303,13 @@ class SegmentTable:
         if pool is None:
             return
         assert len(segment.free) == len(segment.state), f"segment {segment.id} moved with slots in use"
-        pool.slots -= len(segment.state)
-        pool.free -= len(segment.state)
+        if segment.closed:
+            segment.closed = False
+        else:
+            pool.slots -= len(segment.state)
+            pool.free -= len(segment.state)
+            del pool.open[segment.id]
         del pool.segments[segment.id]
-        del pool.open[segment.id]
         segment.pool = None
 
     def _make(self, size_bytes: int, pool: Pool | None) -> None:
@@ -349,12 +389,13 @@ class SegmentTable:
             segment.held -= 1
         segment.state[number] = FREE
         free = segment.free
-        if not free:
-            pool.open[segment.id] = segment
+        if not segment.closed:
+            if not free:
+                pool.open[segment.id] = segment
+            pool.free += 1
         free.append(number)
         if len(free) == len(segment.state):
             segment.used = 0.0
-        pool.free += 1
 
     def at(self, ref: int) -> tuple[Segment, int]:
         """The segment and slot number of a reference that the core itself handed out."""

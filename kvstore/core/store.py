@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from kvstore.core import audit, holds, refusals
 from kvstore.core.block import HINTED, NONE, PINNED, SEALED, BlockTable
+from kvstore.core.conversations import Conversations
 from kvstore.core.counts import Counts
 from kvstore.core.evict import POLICIES, PoolOrder
 from kvstore.core.holds import INFINITY, Namespace, Session, Tenant
@@ -35,11 +36,12 @@ class Store:
         self.table = BlockTable()
         self.segments = SegmentTable(size_bytes, huge_pages)
         self.policy = POLICIES[policy](self.table)
-        self.room = Room(self.segments, self.policy, self._evict)
+        self.room = Room(self.table, self.segments, self.policy, self._evict)
         self.tenants: dict[str, Tenant] = {}
         self.namespaces: list[Namespace] = []
         self.sessions: dict[int, Session] = {}
         self.counts = Counts()
+        self.conversations = Conversations(self.counts, self.table.forget_conversations)
         self.tree = PrefixTree(self.table, self.segments, self.policy, index, self.namespaces)
         self._last_session = 0
 
@@ -54,8 +56,10 @@ class Store:
             found = self.tenants[name] = Tenant(len(self.tenants), name)
         return found
 
-    def open_namespace(self, tenant: Tenant, digest: bytes, block_bytes: int, label: str) -> Namespace:
-        """The namespace of that digest; a second opener must mean the same block size."""
+    def open_namespace(
+        self, tenant: Tenant, digest: bytes, block_bytes: int, label: str, block_tokens: int = 0
+    ) -> Namespace:
+        """The namespace of that digest; a second opener must mean the same block size, and as many tokens if any."""
         if len(digest) != KEY_BYTES:
             raise InvalidArgument(f"a namespace digest is {KEY_BYTES} bytes, not {len(digest)}")
         found = tenant.namespaces.get(digest)
@@ -65,6 +69,12 @@ class Store:
                     f"namespace {digest.hex()[:12]} ({found.label}) has blocks of {found.block_bytes} bytes, "
                     f"not {block_bytes}"
                 )
+            if block_tokens and found.block_tokens not in (0, block_tokens):
+                raise FailedPrecondition(
+                    f"namespace {digest.hex()[:12]} ({found.label}) has blocks of {found.block_tokens} tokens, "
+                    f"not {block_tokens}"
+                )
+            found.block_tokens = block_tokens or found.block_tokens
             return found
         largest = self.segments.size_bytes // self.segments.page_bytes * self.segments.page_bytes
         if not 1 <= block_bytes <= min(largest, 0xFFFFFFFF):
@@ -74,7 +84,7 @@ class Store:
             )
         if len(self.namespaces) >= holds.NAMESPACES_MAX:
             raise ResourceExhausted(f"{holds.NAMESPACES_MAX} namespaces exist already")
-        found = Namespace(len(self.namespaces) + 1, tenant, digest, block_bytes, label)
+        found = Namespace(len(self.namespaces) + 1, tenant, digest, block_bytes, label, block_tokens)
         self.namespaces.append(found)
         tenant.namespaces[digest] = found
         return found
@@ -200,7 +210,7 @@ class Store:
             self._refuse_hold(session, pool)
         refs = self._take(session, pool, allowed, expires)
         if not refs:
-            self._refuse(refusals.no_slot(pool), self.sessions.values())
+            self._refuse(refusals.no_slot(pool, self.segments), self.sessions.values())
         return refs
 
     def top_up(self, session: Session, namespace: Namespace, want: int) -> list[int]:
@@ -227,6 +237,7 @@ class Store:
         depths: Sequence[int],
         now: float,
         ttl_s: float = 0.0,
+        conversation: str = "",
     ) -> list[int]:
         """Makes written slots visible, one step a block; results as the contract's CommitResult."""
         pool = self.pool(namespace)
@@ -248,9 +259,12 @@ class Store:
                 results.append(REJECTED)
         session.ungranted(len(new), pool.block_bytes, pool.slot_bytes)
         session.committed = now
-        self.tree.list_new(tenant, pool, new, now)
+        self.tree.list_new(pool, new, now)
         if known:
             self.tree.touch(known, now)
+        number, column = self.conversations.seen(tenant.name, conversation), self.table.conversation
+        for row in (*new, *known) if number else new:
+            column[row] = number
         if ttl_s:
             for row in new:
                 self.tree.set_until(row, HINTED, now + ttl_s)
@@ -337,12 +351,15 @@ class Store:
         session.leases -= len(refs)
         self.tree.unlease(session.tenant, counted)
 
-    def touch(self, tenant: Tenant, keys: Sequence[bytes], now: float) -> None:
-        """Blocks were used; those that are gone meanwhile are skipped."""
+    def touch(self, tenant: Tenant, keys: Sequence[bytes], now: float, conversation: str = "") -> None:
+        """Blocks were used, by that conversation if any; those that are gone meanwhile are skipped."""
         get = tenant.rows.get
         rows = [row for key in keys if (row := get(key)) is not None]
         self.tree.hit(rows)
         self.tree.touch(rows, now)
+        number = self.conversations.seen(tenant.name, conversation)
+        for row in rows if number else ():
+            self.table.conversation[row] = number
 
     # -- management
 
@@ -391,15 +408,16 @@ class Store:
         return unpinned
 
     def expire(self, now: float) -> bool:
-        """Ends pins, lives and remote reservations whose time has come; True if more are due."""
+        """Ends pins, lives and remote reservations that are due, and what calls left for later; True if more is."""
         for session in self.sessions.values():
             if not session.local and session.granted and not session.ended:
                 late = [ref for ref, at in session.granted.items() if at <= now]
                 self.abort(session, late)
                 self.counts.reservations_expired += len(late)
+        more = self.tree.catch_up(now)
         for _ in range(EXPIRE_STEP):
             if not self.tree.due(now):
-                return False
+                return more
             due = self.tree.next_due()
             if due is None:
                 continue
@@ -409,16 +427,11 @@ class Store:
             else:
                 self.counts.expired += 1
                 self.tree.drop(row)
-        return self.tree.due(now)
+        return more or self.tree.due(now)
 
     def evict_step(self, high: float, low: float, blocks_max: int) -> bool:
         """Keeps every full pool's use between two watermarks; True if more remains to be done."""
-        more = False
-        for pool in {segment.pool: None for segment in self.segments.live.values()}:
-            if pool is not None:
-                above, below = int(pool.slots * (1 - high)), int(pool.slots * (1 - low))
-                more |= self.room.evict_between(pool, above, below, blocks_max)
-        return more
+        return self.room.evict_step(high, low, blocks_max)
 
     def take_jobs(self) -> list[Job]:
         """Work for the slab's owner since the last call; its sessions are asked to unmap what is dropped."""
@@ -436,7 +449,8 @@ class Store:
 
     def _evict(self, row: int) -> None:
         self.counts.evicted += 1
-        if row in self.namespaces[self.table.namespace[row] - 1].tenant.orphan_parent:
+        self.conversations.evicted(self.table.conversation[row])
+        if self.tree.families.is_orphan(row):
             self.counts.evicted_orphans += 1
         elif self.table.child[row] != NONE:
             self.counts.evicted_inner += 1

@@ -10,8 +10,9 @@ import heapq
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from kvstore.core.block import HINTED, HITS_MAX, NONE, PINNED, SEALED, BlockTable
+from kvstore.core.block import HINTED, HITS_MAX, MISSING, NONE, PINNED, SEALED, BlockTable
 from kvstore.core.evict import Policy, PoolOrder
+from kvstore.core.families import DEPTH_MAX, Families
 from kvstore.core.holds import Namespace, Tenant
 from kvstore.core.segments import Pool, Segment, SegmentTable
 
@@ -26,8 +27,23 @@ by their being there, and is compared with them only when the last of them is go
 JUST_NOW_S = 0.02
 """Uses closer together than this are one: what reads a chain again and again need not move it each time."""
 
+CLIMB_MAX = 4096
+"""Blocks that nobody named and a call touches all the same, for being above what was named: 2 ms.
+
+The way up from where a call stopped is gone on with later, nearer to the root.
+"""
+
+CLIMBS_MAX = 4096
+"""Ways up that wait to be gone on with; of one more, the blocks above are not touched this time."""
+
+SETTLE_STEP = 2048
+"""Children that are told of a parent's coming or going in one step: about 3 ms."""
+
 UNTIL_SLACK = 4096
-"""Stale times kept beyond as many as there are live ones."""
+"""Stale times kept beyond as many as there are live ones, before they are sifted."""
+
+SIFT_STEP = 4
+"""Times sifted with each that is set: a million at once would be half a second."""
 
 
 class IndexPort(Protocol):
@@ -53,6 +69,11 @@ class PrefixTree:
         """row * 4 + mark -> when the pin or the life of that block ends."""
         self.untils: list[tuple[float, int]] = []
         """A heap of the same; those that `until` does not know (any more) are stale."""
+        self.untils_before: list[tuple[float, int]] = []
+        """The heap before that, which had too many stale ones: sifted a few at a time."""
+        self.families = Families(table, segments, policy)
+        self.climbs: dict[int, None] = {}
+        """Where to go on marking what calls did not get to: it and all it hangs from were used."""
         self._index = index
         self._namespaces = namespaces
 
@@ -63,71 +84,53 @@ class PrefixTree:
     ) -> int:
         """Makes a granted slot a visible block; `list_new` must follow before anything else does."""
         table, tenant = self.table, namespace.tenant
-        row = table.take()
+        row = tenant.missing.pop(key, NONE) if tenant.missing else NONE
+        awaited = row != NONE
+        if not awaited:
+            row = table.take()
+        deepest = table.depth[row] if awaited else DEPTH_MAX
         table.move(row, "commit")
         table.key[row] = key
         table.place[row] = ref
         table.namespace[row] = namespace.id
-        table.used[row] = now
+        table.used[row] = table.stored[row] = now
         table.hits[row] = 0
-        table.depth[row] = depth
         self.segments.fill_slot(ref, row, now)
-        if parent_key:
-            parent = tenant.rows.get(parent_key, NONE)
-            if parent != NONE:
-                self._hang(parent, row)
-            else:
-                tenant.orphans.setdefault(parent_key, set()).add(row)
-                tenant.orphan_parent[row] = parent_key
+        self.families.hang(tenant, row, parent_key, depth, deepest)
         tenant.rows[key] = row
-        if key in tenant.orphans:
-            self._adopt(tenant, key, row)
+        if awaited:
+            self.families.come(row)
         namespace.blocks += 1
         offset = (ref & 0xFFFFFFFF) * pool.slot_bytes
         self._index.publish(tenant.id, key, ref, offset, namespace.block_bytes, namespace.id)
         return row
 
-    def list_new(self, tenant: Tenant, pool: Pool, new: list[int], now: float) -> None:
+    def list_new(self, pool: Pool, new: list[int], now: float) -> None:
         """Gives new blocks their place in the policy's order, leaves first, and touches what they hang from."""
-        parent, used = self.table.parent, self.table.used
-        orphan = tenant.orphan_parent
+        parent, used, state = self.table.parent, self.table.used, self.table.state
+        above: list[int] = []
         for row in reversed(new):
-            self.policy.add(pool.order, row, orphan=row in orphan)
-            above = parent[row]
-            if above != NONE and used[above] < now - RECENT_S:
-                self._touch_up(above, now)
-
-    def _hang(self, parent: int, row: int) -> None:
-        if self.table.child[parent] == NONE:
-            self.policy.gained_child(self.pool_of(parent).order, parent)
-        self.table.add_child(parent, row)
-
-    def _adopt(self, tenant: Tenant, key: bytes, row: int) -> None:
-        """Orphans whose parent has just come hang from it, unless that would close a circle."""
-        above = set()
-        node = row
-        while node != NONE:
-            above.add(node)
-            node = self.table.parent[node]
-        for child in tenant.orphans.pop(key):
-            del tenant.orphan_parent[child]
-            order = self.pool_of(child).order
-            listed = self.table.listed[child]
-            if listed:
-                self.policy.remove(order, child)
-            if child not in above:
-                self._hang(row, child)
-            if listed:
-                self.policy.add(order, child, orphan=False)
+            up = parent[row]
+            self.policy.add(pool.order, row, orphan=up != NONE and state[up] == MISSING)
+            if up != NONE and used[up] < now - RECENT_S:
+                above.append(up)
+        if above:
+            self._climb(above, now)
 
     # -- being used
 
     def touch(self, rows: Sequence[int], now: float) -> None:
         """Marks rows and all they hang from as used now: deepest first, so that roots end up newest."""
+        if not rows or min(map(self.table.used.__getitem__, rows)) > now - JUST_NOW_S:
+            return
+        above = self._mark(rows, now)
+        if above:
+            self._climb(above, now)
+
+    def _mark(self, rows: Sequence[int], now: float) -> list[int]:
+        """Marks these rows as used; answers parents that were not used lately, unless they are among `rows`."""
         table = self.table
         used, place, parent = table.used, table.place, table.parent
-        if not rows or min(map(used.__getitem__, rows)) > now - JUST_NOW_S:
-            return
         recent = now - RECENT_S
         number = NONE
         order: PoolOrder | None = None
@@ -150,19 +153,32 @@ class PrefixTree:
                 above.append(parent[row])
         if order is not None:
             self.policy.touch(order, moved)
-        for row in above:
-            if used[row] < recent:
-                self._touch_up(row, now)
+        return above
 
-    def _touch_up(self, row: int, now: float) -> None:
-        """The same for an ancestor that no caller named."""
+    def _climb(self, rows: Sequence[int], now: float, blocks_max: int | None = None) -> int:
+        """Marks rows that no caller named and all they hang from; answers how many more there might have been."""
         used, parent = self.table.used, self.table.parent
-        path = []
-        while row != NONE and used[row] < now - RECENT_S:
-            path.append(row)
-            row = parent[row]
-        path.reverse()
-        self.touch(path, now)
+        left = CLIMB_MAX if blocks_max is None else blocks_max
+        for start in rows:
+            row, path = start, []
+            while row != NONE and used[row] < now - RECENT_S:
+                if not left:
+                    if len(self.climbs) < CLIMBS_MAX:
+                        self.climbs[row] = None
+                    break
+                path.append(row)
+                row = parent[row]
+                left -= 1
+            path.reverse()
+            self._mark(path, now)
+        return left
+
+    def catch_up(self, now: float) -> bool:
+        """Goes on with what calls have left for later, one bounded step; True if there is more."""
+        left = CLIMB_MAX
+        while self.climbs and left:
+            left = self._climb([self.climbs.popitem()[0]], now, left)
+        return self.families.settle(SETTLE_STEP) or bool(self.climbs)
 
     def hit(self, rows: Sequence[int]) -> None:
         """Counts a hit on each row."""
@@ -187,15 +203,38 @@ class PrefixTree:
         if table.marks[row]:
             self._drop_marks(row, pool)
         self.policy.remove(pool.order, row)
-        self._cut_out(tenant, key, row)
+        if row in self.climbs:
+            del self.climbs[row]
+            above = table.parent[row]
+            if above != NONE and table.state[above] == SEALED:
+                self.climbs[above] = None
+        self.families.leave(tenant, row)
         pool.blocks -= 1
-        if table.leases[row]:
+        if table.child[row] != NONE:
+            if table.leases[row]:
+                self._doom_elsewhere(row, pool)
+            else:
+                self.segments.free_slot(table.place[row])
+            self.families.stay_behind(tenant, key, row)
+        elif table.leases[row]:
             table.move(row, "drop leased")
             pool.doomed += 1
         else:
             table.move(row, "drop")
             self.segments.free_slot(table.place[row])
             table.give_back(row)
+
+    def _doom_elsewhere(self, row: int, pool: Pool) -> None:
+        """The row of a leased block stays with its children: the block waits for its last lease in another."""
+        table = self.table
+        doomed = table.take()
+        table.move(doomed, "doom")
+        for column in (table.place, table.namespace, table.leases, table.hits, table.depth):
+            column[doomed] = column[row]
+        table.used[doomed], table.stored[doomed] = table.used[row], table.stored[row]
+        segment, number = self.segments.at(table.place[row])
+        segment.row[number] = doomed
+        pool.doomed += 1
 
     def _drop_marks(self, row: int, pool: Pool) -> None:
         marks = self.table.marks[row]
@@ -207,31 +246,6 @@ class PrefixTree:
             pool.pinned -= 1
             if not self.table.leases[row]:
                 self.segments.live[self.table.place[row] >> 32].held -= 1
-
-    def _cut_out(self, tenant: Tenant, key: bytes, row: int) -> None:
-        """Takes a block out of the prefix tree: its children are orphans, its parent may be a leaf."""
-        table = self.table
-        if table.child[row] != NONE:
-            for child in table.children(row):
-                table.cut(child)
-                tenant.orphans.setdefault(key, set()).add(child)
-                tenant.orphan_parent[child] = key
-                if table.listed[child]:
-                    order = self.pool_of(child).order
-                    self.policy.remove(order, child)
-                    self.policy.add(order, child, orphan=True)
-        parent = table.parent[row]
-        if parent != NONE:
-            table.cut(row)
-            if table.child[parent] == NONE:
-                self.policy.lost_child(self.pool_of(parent).order, parent, table.used[row])
-            return
-        missing = tenant.orphan_parent.pop(row, None)
-        if missing is not None:
-            siblings = tenant.orphans[missing]
-            siblings.discard(row)
-            if not siblings:
-                del tenant.orphans[missing]
 
     # -- being held
 
@@ -276,7 +290,7 @@ class PrefixTree:
             elif not marks[row] & PINNED:
                 segment.held -= 1
                 if not listed[row]:
-                    self.policy.add(pool.order, row, orphan=row in tenant.orphan_parent)
+                    self.policy.add(pool.order, row, orphan=self.families.is_orphan(row))
 
     def _last_release(self, row: int, ref: int, pool: Pool) -> None:
         """A doomed block is gone with its last lease."""
@@ -304,8 +318,7 @@ class PrefixTree:
             return
         self.segments.live[table.place[row] >> 32].held -= 1
         if not table.listed[row]:
-            tenant = self._namespaces[table.namespace[row] - 1].tenant
-            self.policy.add(pool.order, row, orphan=row in tenant.orphan_parent)
+            self.policy.add(pool.order, row, orphan=self.families.is_orphan(row))
 
     # -- until when
 
@@ -314,17 +327,26 @@ class PrefixTree:
         self.table.marks[row] |= mark
         self.until[row * 4 + mark] = at
         heapq.heappush(self.untils, (at, row * 4 + mark))
-        if len(self.untils) > 2 * len(self.until) + UNTIL_SLACK:
-            self.untils = [(at, code) for code, at in self.until.items()]
-            heapq.heapify(self.untils)
+        if self.untils_before:
+            self._sift()
+        elif len(self.untils) > 2 * len(self.until) + UNTIL_SLACK:
+            self.untils, self.untils_before = [], self.untils
+
+    def _sift(self) -> None:
+        """A few times of the heap before this one: those that still hold go over, from its end, so it stays one."""
+        for _ in range(min(SIFT_STEP, len(self.untils_before))):
+            at, code = self.untils_before.pop()
+            if self.until.get(code) == at:
+                heapq.heappush(self.untils, (at, code))
 
     def due(self, now: float) -> bool:
         """Whether `next_due` has something to say."""
-        return bool(self.untils) and self.untils[0][0] <= now
+        return any(heap and heap[0][0] <= now for heap in (self.untils, self.untils_before))
 
     def next_due(self) -> tuple[int, int] | None:
         """The (row, mark) whose time comes first, once; None where that entry is stale."""
-        at, code = heapq.heappop(self.untils)
+        before = self.untils_before
+        at, code = heapq.heappop(before if before and before[0] < (self.untils or before)[0] else self.untils or before)
         return divmod(code, 4) if self.until.get(code) == at else None
 
     def pool_of(self, row: int) -> Pool:

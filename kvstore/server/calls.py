@@ -8,12 +8,14 @@ import asyncio
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvstore.core import holds
 from kvstore.core.holds import Namespace, Session, Tenant
-from kvstore.core.store import Store
+from kvstore.core.store import STORED, Store
+from kvstore.server.bound import Bindings
+from kvstore.server.figures import Figures
 from kvstored.v1 import KEY_BYTES, KEYS_MAX
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
@@ -25,6 +27,7 @@ MEMORY_WAIT_S = 0.8
 TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 NAME_BYTES_MAX = 128
 LABEL_BYTES_MAX = 256
+CONVERSATION_BYTES_MAX = 256
 
 
 class SlabPort(Protocol):
@@ -40,6 +43,7 @@ class IndexesPort(Protocol):
     def descriptor(self, tenant: int) -> tuple[int, int, int]: ...
     def figures(self, tenant: int) -> tuple[int, int, int, int, int, int]: ...
     def notify(self, tenant: int) -> None: ...
+    def find(self, tenant: int, key: bytes) -> tuple[int, int, int] | None: ...
 
 
 @dataclass
@@ -61,6 +65,15 @@ class Node:
     protocol_errors: int = 0
     internal_errors: int = 0
     """Exceptions in calls that are bugs of the daemon; any makes it unhealthy."""
+    figures: Figures = field(init=False)
+    closers: dict[int, Callable[[], None]] = field(default_factory=dict)
+    """How the edge that opened a session closes it, by the session's number."""
+
+    bindings: Bindings = field(default_factory=Bindings)
+    """Tokens by which gRPC calls are a session's."""
+
+    def __post_init__(self) -> None:
+        self.figures = Figures(self.store.counts)
 
 
 def checked_keys(keys: Sequence[bytes]) -> Sequence[bytes]:
@@ -90,7 +103,9 @@ def printable(name: str) -> str:
 def open_namespace(node: Node, tenant: Tenant, request: pb.OpenNamespaceRequest) -> pb.OpenNamespaceReply:
     if len(request.label.encode()) > LABEL_BYTES_MAX:
         raise InvalidArgument(f"a label is at most {LABEL_BYTES_MAX} bytes")
-    namespace = node.store.open_namespace(tenant, request.digest, request.block_bytes, printable(request.label))
+    namespace = node.store.open_namespace(
+        tenant, request.digest, request.block_bytes, printable(request.label), request.block_tokens
+    )
     pool = node.store.pool(namespace)
     return pb.OpenNamespaceReply(
         namespace_id=namespace.id,
@@ -99,6 +114,13 @@ def open_namespace(node: Node, tenant: Tenant, request: pb.OpenNamespaceRequest)
         reserve_max=holds.RESERVE_SLOTS_MAX,
         segments=list(pool.segments),
     )
+
+
+def hinted(hint: pb.Hint) -> tuple[str, float]:
+    """The conversation and the time to live of a hint."""
+    if len(hint.conversation.encode()) > CONVERSATION_BYTES_MAX:
+        raise InvalidArgument(f"a conversation is at most {CONVERSATION_BYTES_MAX} bytes")
+    return hint.conversation, hint.ttl_s
 
 
 async def reserve(node: Node, session: Session, namespace: Namespace, count: int, expires: float) -> list[int]:
@@ -136,7 +158,8 @@ def commit(
         raise InvalidArgument(f"{len(keys)} keys in one message; at most {KEYS_MAX}: split the call")
     if request.durable:
         raise FailedPrecondition("durable=True needs an SSD tier, and this daemon has none (ssd.path is off)")
-    return node.store.commit(
+    conversation, ttl_s = hinted(request.hint) if request.HasField("hint") else ("", 0.0)
+    results = node.store.commit(
         session,
         namespace,
         keys,
@@ -144,26 +167,38 @@ def commit(
         list(request.parents),
         list(request.depths),
         time.monotonic(),
-        request.hint.ttl_s if request.HasField("hint") else 0.0,
+        ttl_s,
+        conversation,
     )
+    node.figures.stored(results.count(STORED) * namespace.block_bytes)
+    return results
+
+
+def commit_into(reply: pb.CommitReply, node: Node, session: Session, request: pb.CommitRequest) -> None:
+    """`commit`, and slots ahead for the next one. Fills the reply in place: a message given to another is copied."""
+    namespace = node.store.namespace(session.tenant, request.namespace_id)
+    results = commit(node, session, namespace, request, list(request.slots))
+    reply.results.extend(results)  # type: ignore[arg-type]
+    if request.want:
+        ahead = node.store.top_up(session, namespace, request.want)
+        reply.slots.extend(ahead)
+        if len(ahead) < request.want:
+            node.jobs_ready()  # have some evicted before the next put asks
 
 
 def match(node: Node, tenant: Tenant, request: pb.MatchRequest) -> pb.MatchReply:
     namespace = node.store.namespace(tenant, request.namespace_id)
     rows = node.store.match(namespace, checked_keys(request.keys))
-    node.store.counts.match_hits += len(rows)
-    node.store.counts.match_misses += len(request.keys) - len(rows)
     return pb.MatchReply(blocks=len(rows), tiers=[pb.TIER_HOST] * len(rows))
 
 
 def touch(node: Node, tenant: Tenant, request: pb.TouchRequest) -> pb.TouchReply:
-    node.store.touch(tenant, checked_keys(request.keys), time.monotonic())
-    counts = node.store.counts
-    counts.hits += request.hits
-    counts.misses += request.misses
-    counts.hit_bytes += request.hit_bytes
-    counts.match_hits += request.match_hits
-    counts.match_misses += request.match_misses
+    """What a client did; all of the message is counted, or nothing where something of it cannot be."""
+    keys = checked_keys(request.keys)
+    conversation = hinted(request.hint)[0] if request.HasField("hint") else ""
+    if request.reports:
+        node.figures.told(tenant, node.store.namespaces, request.reports)
+    node.store.touch(tenant, keys, time.monotonic(), conversation)
     return pb.TouchReply()
 
 

@@ -4,8 +4,10 @@ A frame is a 4-byte little-endian length and one protobuf message. asyncio's tra
 cannot send descriptors, and a reader callback on the raw socket is also the shortest way
 from a request to its reply.
 
-Bounds: a frame is at most FRAME_BYTES_MAX; while replies wait to be taken, nothing more
-is read from that client (a client that stops reading stops itself, and only itself).
+Bounds: a frame is at most FRAME_BYTES_MAX and whole within FRAME_S of its first byte, all
+frames that are not whole yet are at most PARTIAL_BYTES_MAX; while replies wait to be taken,
+nothing more is read from that client (a client that stops reading stops itself, and only
+itself), and no clock runs against it.
 """
 
 import asyncio
@@ -20,12 +22,21 @@ import termios
 from collections import deque
 from collections.abc import Callable
 
+from kvstore.logs import logger
 from kvstored.v1 import FRAME_BYTES_MAX
 from kvstored.v1 import kvstore_pb2 as pb
+
+log = logger("kvstored.session")
 
 READ_BYTES = 256 << 10
 FRAMES_A_TURN = 64
 """Requests of one client answered before others get their turn."""
+
+FRAME_S = 10.0
+"""From the first byte of a frame to its last. A client writes it in one go: one that takes longer was stopped."""
+
+PARTIAL_BYTES_MAX = 64 << 20
+"""Kept of frames that are not whole yet, of all connections; the connection that wants more is ended."""
 
 RETRY_S = 0.005
 """Until descriptors that could not be sent are tried again."""
@@ -38,6 +49,13 @@ class FrameError(Exception):
     """The peer does not speak this protocol; its connection is of no more use."""
 
 
+class Partial:
+    """What connections keep of frames that are not whole yet, all together."""
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+
+
 class Connection:
     """A non-blocking stream socket of frames, on the event loop."""
 
@@ -45,6 +63,7 @@ class Connection:
         self,
         sock: socket.socket,
         loop: asyncio.AbstractEventLoop,
+        partial: Partial,
         on_frame: Callable[["Connection", bytes], None],
         on_closed: Callable[["Connection", str], None],
     ) -> None:
@@ -54,15 +73,22 @@ class Connection:
         self._on_frame = on_frame
         self._on_closed = on_closed
         self._in = bytearray()
+        self._partial = partial
+        self._counted = 0
+        """Bytes of ours in `partial`."""
+        self._late: asyncio.TimerHandle | None = None
         self._out: deque[tuple[memoryview, list[int]]] = deque()
         self._reading = False
         self._turn: asyncio.Handle | None = None
         self.closed = False
+        self.violated = False
+        """It was ended for what the peer said, not for the peer's end or silence."""
         sock.setblocking(False)
 
     def start(self) -> None:
         """Begins to read."""
-        self._read_more(True)
+        watch(self._loop, self._socket.fileno(), self._readable)
+        self._reading = True
 
     def send(self, payload: bytes, descriptors: list[int] | None = None) -> None:
         """Sends one frame, now or as soon as the peer takes it; descriptors stay the caller's."""
@@ -95,6 +121,7 @@ class Connection:
 
     def refuse(self, reason: str, code: int = pb.INVALID_ARGUMENT) -> None:
         """Ends the connection; the peer's last frame says why, as an error in a reply to nothing (id 0)."""
+        self.violated = code == pb.INVALID_ARGUMENT
         if not self._out:
             self.send(_last_words(reason, code))
         self.close(reason)
@@ -112,6 +139,7 @@ class Connection:
             _close_all(descriptors)
         self._out.clear()
         self._in = bytearray()
+        self._count_partial()
         self._socket.close()
         self._on_closed(self, reason)
 
@@ -163,6 +191,28 @@ class Connection:
             self._turn = self._loop.call_soon(self._frames)
         # A turn under way, or replies not taken: let the kernel hold what else the client sends.
         self._read_more(self._turn is None and not self._out)
+        self._count_partial(begun=bool(at))
+
+    def _count_partial(self, *, begun: bool = True) -> None:
+        """Counts what is kept, and runs the clock of a frame that is not whole: anew where it has just `begun`."""
+        more = len(self._in) - self._counted
+        self._partial.size_bytes += more
+        self._counted += more
+        waiting = self._reading and bool(self._in)
+        if self._late is not None and (begun or not waiting):
+            self._late.cancel()
+            self._late = None
+        if more > 0 and self._partial.size_bytes > PARTIAL_BYTES_MAX:
+            self.refuse(
+                f"unfinished frames of all clients come to more than {PARTIAL_BYTES_MAX} bytes", pb.RESOURCE_EXHAUSTED
+            )
+        elif waiting and self._late is None:
+            self._late = self._loop.call_later(FRAME_S, self._too_late)
+
+    def _too_late(self) -> None:
+        self._late = None
+        if self._reading:  # else it waits for us, or we for it to take replies: no fault of the frame's
+            self.refuse(f"a frame that was not whole within {FRAME_S:.0f} s", pb.DEADLINE_EXCEEDED)
 
     def _handle(self, payload: bytes) -> None:
         try:
@@ -219,6 +269,22 @@ class Connection:
         self._flush()
         if not self.closed and not self._out:
             self._frames()
+
+
+def watch(loop: asyncio.AbstractEventLoop, descriptor: int, callback: Callable[[], None]) -> None:
+    """`loop.add_reader` for a descriptor that was just opened.
+
+    Were one of this number closed while the loop still watched it, the kernel would have
+    forgotten it and the loop not, and the new one would be taken for watched and never be
+    heard: a daemon that accepts nobody, or a client without answers.
+    """
+    try:
+        stale = loop.remove_reader(descriptor) | loop.remove_writer(descriptor)
+    except OSError:
+        stale = True  # watched for both: the kernel does not know it, and by this failure the loop does not either
+    if stale:
+        log.error("a descriptor was closed while it was watched; it is another's now", descriptor=descriptor)
+    loop.add_reader(descriptor, callback)
 
 
 def turn_away(sock: socket.socket, reason: str, code: int) -> None:

@@ -1,53 +1,54 @@
-"""gRPC: everything for callers that share no memory with the daemon, block bytes as streams.
+"""gRPC: everything for callers that share no memory with the daemon, and calls of sessions that do.
 
 Runs on the daemon's event loop (grpc.aio). A Put or Get is a session of its own that holds
 slots only while its bytes move (grpc_streams.py), and that ends with the call, however the
-call ends.
+call ends; also with the session that it is bound to, whose holds it does not share: bytes
+that the daemon writes are nobody's to resume.
 
-Metadata of a call: `kvstored-tenant`, `kvstored-client`, `kvstored-protocol`, and
-`kvstored-epoch`, which OpenNamespace answers as initial metadata. A caller that sends it
-back learns of a restart as FAILED_PRECONDITION; without it, a namespace number of the life
-before could name another namespace of this one.
+Who calls is told by the metadata (grpc_caller.py), what the calls of one message do by a
+table (grpc_calls.py).
 """
 
 import asyncio
 import contextlib
-import ctypes
-import errno
-import logging
-import os
-import socket
+import inspect
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import grpc
-from google.protobuf.message import Message
 
-from kvstore.core.holds import Session
-from kvstore.instance import port_holder
+from kvstore.core.holds import Namespace, Session
+from kvstore.logs import logger
 from kvstore.server import calls
+from kvstore.server.auth import Access
 from kvstore.server.calls import Node
+from kvstore.server.grpc_caller import Caller, Gate, Places, Unsaid, caller_of
+from kvstore.server.grpc_calls import ADMINISTRATION, CALLS, STREAMS, Call
+from kvstore.server.grpc_health import OPEN_TO_ALL, HealthService, ReflectionService
+from kvstore.server.grpc_listen import bind, credentials_of, keep_freed_memory
 from kvstore.server.grpc_streams import GetStream, PutStream, parsed, unstalled
-from kvstored.v1 import CHUNK_BYTES_MAX, PROTOCOL, PROTOCOL_OLDEST
 from kvstored.v1 import kvstore_pb2 as pb
-from kvstored.v1.errors import (
-    FailedPrecondition,
-    InvalidArgument,
-    KVStoreError,
-    ResourceExhausted,
-)
+from kvstored.v1.errors import KVStoreError, ResourceExhausted
 
-log = logging.getLogger("kvstored.grpc")
+log = logger("kvstored.grpc")
 
 SERVICE = "kvstored.v1.KVStore"
 
 STREAMS_MAX = 64
 """Puts, Gets and Clears at once, over all connections; one more is refused, so that small calls always get through."""
 
+ADMINISTRATION_MAX = 8
+"""Inspections and evictions at once: each is a walk over the store in steps."""
+
+UNSAID_MAX = 128
+UNSAID_WAIT_S = 5.0
+"""Calls whose one message has not come, and how long it may take. gRPC itself would wait for ever."""
+
 RPCS_MAX = 512
-"""Calls of any kind at once; gRPC itself refuses what comes on top."""
+"""Calls of any kind at once; gRPC itself refuses what comes on top. All bounds on calls that take long are together
+smaller, whatever callers do, so that there is always room for those that are answered at once."""
 
 CONNECTION_STREAMS_MAX = 2048
 """HTTP/2 streams of one connection: far above RPCS_MAX, because what exceeds this one waits unseen in the client."""
@@ -62,15 +63,6 @@ ABORT_WAIT_S = 1.0
 PING_INTERVAL_MIN_S = 0.5
 """Clients may send keepalive pings as often as this, also between calls."""
 
-MAPPED_FROM_BYTES = CHUNK_BYTES_MAX + (64 << 10)
-"""Allocations as large as this get mappings of their own: just above the largest message with bytes."""
-
-KEPT_BYTES = 16 << 20
-"""Freed memory at the end of the heap that is not given back to the system."""
-
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""From malloc.h."""
-
 STATUS: dict[int, Any] = {code.value[0]: code for code in grpc.StatusCode}
 
 T = TypeVar("T")
@@ -79,20 +71,35 @@ T = TypeVar("T")
 class GrpcEdge:
     """The service on one address."""
 
-    def __init__(self, node: Node, address: str, stats: Callable[[], pb.StatsReply]) -> None:
-        """`address`: "HOST:PORT" or "unix:/path". Nothing listens before `start`."""
+    def __init__(
+        self, node: Node, address: str, stats: Callable[[], pb.StatsReply], access: Access | None = None
+    ) -> None:
+        """`address`: "HOST:PORT" or "unix:/path". Nothing listens before `start`.
+
+        `access`: what TCP asks of callers; a Unix socket asks for nothing but its mode.
+        """
         self.node = node
         self.address = address
         """As asked for; after `start` with the actual port."""
         self.stats = stats
-        self._streams = 0
+        self._access = access or Access()
+        self._tcp = not address.startswith("unix:")
+        self._places = {
+            STREAMS: Places(STREAMS_MAX, "Put, Get and Clear calls"),
+            ADMINISTRATION: Places(ADMINISTRATION_MAX, "calls of the administration"),
+        }
+        self._message = Unsaid(UNSAID_MAX, UNSAID_WAIT_S).message
+        self._health = HealthService(node, SERVICE, self._guarded, self._message)
+        self._reflection = ReflectionService(node, SERVICE, self._guarded)
         self._running: set[asyncio.Task[Any]] = set()
         self._server: Any = None
 
     async def start(self) -> None:
         """Binds and serves. Raises OSError naming the holder where the address is taken."""
         keep_freed_memory()
+        gates = [] if self._access.tokens is None or not self._tcp else [Gate(self._access.tokens, OPEN_TO_ALL, status)]
         self._server = grpc.aio.server(
+            interceptors=gates,
             maximum_concurrent_rpcs=RPCS_MAX,
             options=[
                 ("grpc.so_reuseport", 0),
@@ -103,103 +110,106 @@ class GrpcEdge:
                 ("grpc.keepalive_permit_without_calls", 1),
             ],
         )
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, self._handlers()),))
-        self.address = bind(self._server, self.address)
+        own = grpc.method_handlers_generic_handler(SERVICE, self._handlers())
+        self._server.add_generic_rpc_handlers((own, self._health.handlers(), self._reflection.handlers()))
+        self.address = bind(self._server, self.address, credentials_of(self._access.certificate))
         await self._server.start()
-        log.info("serving gRPC on %s", self.address)
+        log.info(f"serving gRPC on {self.address}")
 
     async def stop(self, grace: float | None = None) -> None:
         """Refuses new calls, gives those under way `grace` seconds, ends them, and waits until they hold nothing."""
         if self._server is None:
             return
+        self._health.stop()
         await self._server.stop(grace)
         running = [task for task in self._running if task is not asyncio.current_task()]
         await asyncio.gather(*running, return_exceptions=True)
-        if self.address.startswith("unix:"):
+        if not self._tcp:
             Path(self.address.removeprefix("unix:")).unlink(missing_ok=True)
 
     def _handlers(self) -> dict[str, Any]:
-        """Messages come as bytes and are parsed within the handler, where a malformed one is the caller's fault."""
+        """Messages come as bytes and are parsed within the handler, where a malformed one is the caller's fault.
+
+        All are taken as streams, so that it is ours for how long a first message is waited for.
+        """
+        stats = Call(pb.StatsRequest, lambda _, __, ___: self.stats())
         handlers = {
-            name: grpc.unary_unary_rpc_method_handler(self._unary(name, kind, call), None, None)
-            for name, (kind, call) in SMALL_CALLS.items()
+            name: grpc.stream_unary_rpc_method_handler(self._unary(name, call), None, None)
+            for name, call in {**CALLS, "Stats": stats}.items()
         }
-        handlers["Clear"] = grpc.unary_unary_rpc_method_handler(self._clear, None, None)
         handlers["Put"] = grpc.stream_unary_rpc_method_handler(self._put, None, None)
-        handlers["Get"] = grpc.unary_stream_rpc_method_handler(self._get, None, None)
+        handlers["Get"] = grpc.stream_stream_rpc_method_handler(self._get, None, None)
         return handlers
 
     # -- what every call goes through
 
-    async def _answer(self, name: str, context: Any, work: Awaitable[T]) -> T:
+    async def _answer(self, name: str, context: Any, work: Awaitable[T], *, counted: bool = True) -> T:
         """Turns what `work` raises into a status; by then everything it held is free."""
         task = asyncio.current_task()
         assert task is not None
         self._running.add(task)
+        began = time.perf_counter()
         try:
             try:
-                return await work
+                answer = await work
             except KVStoreError as e:
                 error = e
             except grpc.aio.InternalError as e:
                 # A read or write on a call that is over: its caller is gone.
-                log.debug("%s of %s: %s", name, context.peer(), e)
+                log.debug("a caller left", call=name, peer=context.peer(), reason=str(e))
                 raise asyncio.CancelledError from e
             except Exception as e:
                 self.node.internal_errors += 1
-                log.exception("%s of %s failed", name, context.peer())
+                log.exception("a call failed", call=name, peer=context.peer())
                 error = KVStoreError(f"internal error of the daemon: {type(e).__name__}; see its log")
+            else:
+                if counted:
+                    self.node.figures.answer("grpc", name, began, failed=False)
+                return answer
+            if counted:
+                self.node.figures.answer("grpc", name, began, failed=True)
             await _abort(context, error)
         finally:
             self._running.discard(task)
 
-    def _caller(self, context: Any) -> "Caller":
-        """Who calls, by the metadata. Raises FailedPrecondition for another protocol or life of the daemon."""
-        metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-        protocol = metadata.get("kvstored-protocol", str(PROTOCOL))
-        if not (protocol.isascii() and protocol.isdecimal() and PROTOCOL_OLDEST <= int(protocol[:9]) <= PROTOCOL):
-            raise FailedPrecondition(
-                f"the client speaks protocol {protocol[:32]}, this daemon (kvstored {self.node.version}) speaks "
-                f"{PROTOCOL_OLDEST} to {PROTOCOL}: install the same release of kvstored on both sides"
-            )
-        if metadata.get("kvstored-epoch", str(self.node.epoch)) != str(self.node.epoch):
-            raise FailedPrecondition("the daemon has restarted since the namespace was opened; open it again")
-        client = metadata.get("kvstored-client", "")
-        if len(client) > calls.NAME_BYTES_MAX:
-            raise InvalidArgument(f"a client's name is at most {calls.NAME_BYTES_MAX} bytes")
-        return Caller(metadata.get("kvstored-tenant", ""), client or context.peer())
+    async def _guarded(self, name: str, context: Any, work: Awaitable[T]) -> T:
+        """`_answer` for the standard services, whose calls are no work of the store's."""
+        return await self._answer(name, context, work, counted=False)
 
-    def _unary(self, name: str, kind: Any, call: Callable[["GrpcEdge", "Caller", Any], Message]) -> Any:
-        async def work(message: bytes, context: Any) -> bytes:
+    def _caller(self, context: Any) -> Caller:
+        return caller_of(self.node, context, self._access.tokens, tcp=self._tcp)
+
+    def _unary(self, name: str, call: Call) -> Any:
+        async def work(context: Any) -> bytes:
+            request = parsed(self.node, call.kind, await self._message(context))
             caller = self._caller(context)
-            request = parsed(self.node, kind, message)
             if name == "OpenNamespace":
                 await context.send_initial_metadata((("kvstored-epoch", str(self.node.epoch)),))
-            reply = call(self, caller, request)
+            began = time.perf_counter()
+            with self._places[call.places].one() if call.places else contextlib.nullcontext():
+                reply: Any = call.answer(self.node, caller, request)
+                if inspect.isawaitable(reply):
+                    with caller.under_way():
+                        reply = await reply
+            if name in ("Match", "Acquire"):
+                namespace = self.node.store.namespaces[request.namespace_id - 1]
+                found = reply.blocks if name == "Match" else len(reply.slots)
+                self._saw(caller, name, namespace, found, len(request.keys), began)
             if self.node.store.segments.jobs:
                 self.node.jobs_ready()
-            return reply.SerializeToString()
+            answer: bytes = reply.SerializeToString()
+            return answer
 
-        async def handle(message: bytes, context: Any) -> bytes:
-            return await self._answer(name, context, work(message, context))
+        async def handle(_: Any, context: Any) -> bytes:
+            return await self._answer(name, context, work(context))
 
         return handle
 
     @contextlib.contextmanager
-    def _long_call(self) -> Iterator[None]:
-        if self._streams >= STREAMS_MAX:
-            raise ResourceExhausted(f"{STREAMS_MAX} Put, Get and Clear calls are under way already; try again later")
-        self._streams += 1
-        try:
-            yield
-        finally:
-            self._streams -= 1
-
-    @contextlib.contextmanager
-    def _session(self, caller: "Caller") -> Iterator[Session]:
+    def _session(self, caller: Caller) -> Iterator[Session]:
         """A session for one call. Its end frees whatever the call still holds."""
         store = self.node.store
-        with self._long_call():
+        with self._places[STREAMS].one(), caller.under_way():
             session = store.open_session(
                 calls.tenant_named(store, caller.tenant),
                 caller.client,
@@ -215,132 +225,61 @@ class GrpcEdge:
                 store.end_session(session, process_gone=True)
                 self.node.jobs_ready()
 
-    # -- calls that take long
+    # -- figures of callers that do not tell what they do
 
-    async def _clear(self, message: bytes, context: Any) -> bytes:
-        async def work() -> bytes:
-            caller = self._caller(context)
-            request = parsed(self.node, pb.ClearRequest, message)
-            with self._long_call():
-                reply = await calls.clear(self.node, calls.tenant_named(self.node.store, caller.tenant), request)
-            return reply.SerializeToString()
+    @contextlib.contextmanager
+    def _counted(self, caller: Caller, name: str, stream: PutStream | GetStream) -> Iterator[None]:
+        """Counts a stream that was answered, or found no room for anything; one that broke is none."""
+        began = time.perf_counter()
+        try:
+            yield
+        except ResourceExhausted:
+            self._saw(caller, name, *stream.outcome(), began)
+            raise
+        self._saw(caller, name, *stream.outcome(), began)
 
-        return await self._answer("Clear", context, work())
+    def _saw(self, caller: Caller, name: str, namespace: Namespace, found: int, asked: int, began: float) -> None:
+        if not caller.reports:
+            self.node.figures.saw(name, namespace, found, asked, time.perf_counter() - began)
+
+    # -- streams
 
     async def _put(self, _: Any, context: Any) -> bytes:
         async def work() -> bytes:
-            with self._session(self._caller(context)) as session:
+            caller = self._caller(context)
+            caller.check_changes("put")
+            with self._session(caller) as session:
                 async with unstalled(self.node.lease_ttl_s, "the next chunk did not come") as limit:
-                    reply = await PutStream(self.node, session, context, limit).run()
+                    stream = PutStream(self.node, session, context, limit)
+                    with self._counted(caller, "Put", stream):
+                        reply = await stream.run()
             return reply.SerializeToString()
 
         return await self._answer("Put", context, work())
 
-    async def _get(self, message: bytes, context: Any) -> None:
+    async def _get(self, _: Any, context: Any) -> None:
         async def work() -> None:
+            request = parsed(self.node, pb.GetRequest, await self._message(context))
             caller = self._caller(context)
-            request = parsed(self.node, pb.GetRequest, message)
             with self._session(caller) as session:
                 async with unstalled(self.node.lease_ttl_s, "the last chunk was not taken") as limit:
-                    await GetStream(self.node, session, context, limit).run(request)
+                    stream = GetStream(self.node, session, context, limit)
+                    with self._counted(caller, "Get", stream):
+                        await stream.run(request)
 
         await self._answer("Get", context, work())
 
 
-class Caller:
-    """Who calls, as it says of itself."""
-
-    def __init__(self, tenant: str, client: str) -> None:
-        self.tenant = tenant
-        self.client = client
-
-
-def _tenant_call(call: Callable[[Node, Any, Any], Message]) -> Callable[[GrpcEdge, Caller, Any], Message]:
-    return lambda edge, caller, request: call(edge.node, calls.tenant_named(edge.node.store, caller.tenant), request)
-
-
-SMALL_CALLS: dict[str, tuple[Any, Callable[[GrpcEdge, Caller, Any], Message]]] = {
-    "OpenNamespace": (pb.OpenNamespaceRequest, _tenant_call(calls.open_namespace)),
-    "Match": (pb.MatchRequest, _tenant_call(calls.match)),
-    "Touch": (pb.TouchRequest, _tenant_call(calls.touch)),
-    "Remove": (pb.RemoveRequest, _tenant_call(calls.remove)),
-    "Pin": (pb.PinRequest, _tenant_call(calls.pin)),
-    "Unpin": (pb.UnpinRequest, _tenant_call(calls.unpin)),
-    "Stats": (pb.StatsRequest, lambda edge, _, __: edge.stats()),
-    "Health": (pb.HealthRequest, lambda edge, _, __: calls.health(edge.node)),
-}
-"""Answered in one step on the loop."""
+def status(error: KVStoreError) -> Any:
+    """gRPC's status of an error of ours."""
+    return STATUS[error.code]
 
 
 async def _abort(context: Any, error: KVStoreError) -> NoReturn:
     """Sends the status. Somebody who reads nothing does not get it either, and is left alone after a while."""
     try:
         async with asyncio.timeout(ABORT_WAIT_S):
-            await context.abort(STATUS[error.code], str(error))
+            await context.abort(status(error), str(error))
     except (TimeoutError, grpc.aio.InternalError):
         raise asyncio.CancelledError from error
     raise AssertionError("abort always raises")
-
-
-def keep_freed_memory() -> None:
-    """Lets malloc keep the memory of one message for the next.
-
-    Otherwise each message has a mapping of its own, or is cut off the heap's end when it is
-    freed, and every page of the next one is new: half of a stream's time. Where gRPC is on
-    this replaces the smaller threshold that keeps the tables' heap compact (daemon.py).
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it, musl does not need it
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, MAPPED_FROM_BYTES)
-        mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
-
-
-# -- binding
-
-
-def bind(server: Any, address: str) -> str:
-    """Binds every address that `address` means; answers it with the actual port. Raises OSError naming the holder."""
-    if address.startswith("unix:"):
-        before = os.umask(0o177)
-        try:
-            _add_port(server, address, None)
-        finally:
-            os.umask(before)
-        return address
-    host, _, port_text = address.rpartition(":")
-    port = int(port_text)
-    # One by one: of a name with two addresses gRPC is content with one, and who got the other would get our calls.
-    for numeric in _addresses(host.removeprefix("[").removesuffix("]")):
-        shown = f"[{numeric}]" if ":" in numeric else numeric
-        port = _add_port(server, f"{shown}:{port}", (numeric, port))
-    return f"{host}:{port}"
-
-
-def _addresses(host: str) -> list[str]:
-    """The addresses of this machine behind a host name."""
-    found = [str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
-    usable = [numeric for numeric in dict.fromkeys(found) if _is_ours(numeric)]
-    if not usable:
-        raise OSError(errno.EADDRNOTAVAIL, f"server.grpc: {host} is no address of this machine")
-    return usable
-
-
-def _is_ours(numeric: str) -> bool:
-    family = socket.AF_INET6 if ":" in numeric else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((numeric, 0))
-    except OSError:
-        return False
-    return True
-
-
-def _add_port(server: Any, address: str, tcp: tuple[str, int] | None) -> int:
-    try:
-        port: int = server.add_insecure_port(address)
-    except RuntimeError as e:
-        holder = port_holder(*tcp) if tcp is not None else None
-        why = f"{holder} listens there" if holder else "it is in use, or not ours to bind"
-        message = f"server.grpc: cannot listen on {address}: {why}; stop it or choose another address"
-        raise OSError(errno.EADDRINUSE, message) from e
-    return port

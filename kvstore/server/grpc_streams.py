@@ -43,13 +43,13 @@ def parsed(node: Node, kind: Any, message: bytes) -> Any:
 
 
 @contextlib.asynccontextmanager
-async def unstalled(seconds: float, what: str) -> AsyncIterator[asyncio.Timeout]:
+async def unstalled(seconds: float, what: str, whose: str = "lease.ttl") -> AsyncIterator[asyncio.Timeout]:
     """Ends the block by DeadlineExceeded unless the timeout is rescheduled again and again."""
     try:
         async with asyncio.timeout(seconds) as limit:
             yield limit
     except TimeoutError:
-        raise DeadlineExceeded(f"{what} within {seconds:g} s (lease.ttl)") from None
+        raise DeadlineExceeded(f"{what} within {seconds:g} s ({whose})") from None
 
 
 class PutStream:
@@ -109,6 +109,10 @@ class PutStream:
             self._node.store.touch(self._session.tenant, existing, time.monotonic())
             self._node.store.counts.existing += len(existing)
         return pb.PutReply(results=self._results)  # type: ignore[arg-type]
+
+    def outcome(self) -> tuple[Namespace, int, int]:
+        """Where it stored, blocks stored or found to exist, blocks named."""
+        return self._namespace, len(self._results) - self._results.count(pb.REJECTED), len(self._header.keys)
 
     async def _receive_header(self) -> None:
         first = await self._next()
@@ -256,10 +260,17 @@ class GetStream:
         self._session = session
         self._context = context
         self._limit = limit
+        self._namespace: Namespace
+        self._sent = self._asked = 0
+
+    def outcome(self) -> tuple[Namespace, int, int]:
+        """Where it read, blocks sent, blocks asked for."""
+        return self._namespace, self._sent, self._asked
 
     async def run(self, request: pb.GetRequest) -> None:
         store, session = self._node.store, self._session
-        namespace = store.namespace(session.tenant, request.namespace_id)
+        self._asked = len(request.keys)
+        namespace = self._namespace = store.namespace(session.tenant, request.namespace_id)
         slot_bytes = store.pool(namespace).slot_bytes
         keys = calls.checked_keys(request.keys)
         count = len(store.match(namespace, keys))
@@ -273,6 +284,7 @@ class GetStream:
             for slot in slots:
                 await self._send_block(slot, slot_bytes, namespace.block_bytes)
                 store.release(session, [slot])
+                self._sent += 1
             at += len(slots)
 
     def _hold(self, namespace: Namespace, keys: Any) -> list[int]:

@@ -7,37 +7,36 @@ A process that attaches again names its old session and what it still uses of it
 """
 
 import asyncio
-import logging
-import os
 import secrets
 import socket
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from pathlib import Path
 from types import CoroutineType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import DecodeError
 
-from kvstore.core import holds
 from kvstore.core.holds import Session
-from kvstore.server import calls
-from kvstore.server.calls import Node
-from kvstore.server.frames import Connection, FrameError, turn_away
+from kvstore.logs import logger
+from kvstore.server import calls, session_admin
+from kvstore.server.figures import CALLS_OF_OPS
+from kvstore.server.frames import Connection, FrameError, watch
 from kvstore.server.peer import Peer, peer_of
 from kvstored.v1 import DESCRIPTORS_MAX, PROTOCOL, PROTOCOL_OLDEST
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.errors import FailedPrecondition, InvalidArgument, KVStoreError, ResourceExhausted
 
-log = logging.getLogger("kvstored.session")
+if TYPE_CHECKING:
+    from kvstore.server.listener import SessionServer
 
-BACKLOG = 128
+log = logger("kvstored.session")
+
 HELLO_WAIT_S = 5.0
 """A connection that has not said Hello by then is closed."""
 
-CLIENTS_MAX = 2 * holds.SESSIONS_MAX
-"""Connections and dead sessions together; a further connection is closed at once."""
+FAILURES_SAID_S = 10.0
+"""A client whose calls without a reply fail in a loop has one line in the log in this time."""
 
 UNANSWERED_MAX = 16
 """Calls of one session that may be waiting for memory at once."""
@@ -61,38 +60,51 @@ class ClientSession:
         self.names: set[int] = set()
         """Nonces by which a process may ask for this session again."""
         self.tasks: set[asyncio.Task[None]] = set()
-        self.connection = Connection(sock, server.loop, self._frame, self._closed)
+        self.connection = Connection(sock, server.loop, server.partial, self._frame, self._closed)
         self.leaving = False
-        if self.peer.pidfd >= 0:
-            server.loop.add_reader(self.peer.pidfd, self._exited)
+        self._failures = 0
+        """Calls without a reply that failed and are not in the log yet."""
+        self._say_failures_at = 0.0
         self._hello_timer = server.loop.call_later(HELLO_WAIT_S, self._no_hello)
+
+    def start(self) -> None:
+        """Listens to the client, and for the end of its process."""
+        if self.peer.pidfd >= 0:
+            watch(self.server.loop, self.peer.pidfd, self._exited)
         self.connection.start()
 
     # -- frames
 
     def _frame(self, connection: Connection, payload: bytes) -> None:
+        began = time.perf_counter()
         try:
             request = pb.Request.FromString(payload)
         except DecodeError as e:
             raise FrameError(f"{len(payload)} bytes that are not a Request") from e
-        kind = request.WhichOneof("op")
+        kind, failed = request.WhichOneof("op"), True
         try:
             answer = self._call(kind, request)
             if type(answer) is CoroutineType:
-                self._later(request.id, kind or "", answer)
-            elif request.id:
+                self._later(request.id, kind or "", answer, began)
+                return
+            if request.id:
                 self._send(request.id, kind or "", answer)
+            failed = False
         except KVStoreError as e:
             self._reply(request.id, error=e)
         except OSError as e:
-            log.error("session %s: %s: %s", self._name(), kind, e.strerror)  # noqa: TRY400
+            log.error("no descriptor is left", **self._who(), call=kind, reason=e.strerror)  # noqa: TRY400
             self._reply(request.id, error=ResourceExhausted(f"the daemon has no descriptor left: {e.strerror}"))
         except Exception as e:
             self.server.node.internal_errors += 1
-            log.exception("session %s: %s failed", self._name(), kind)
+            log.exception("a call failed", **self._who(), call=kind)
             self._reply(
                 request.id, error=KVStoreError(f"internal error of the daemon: {type(e).__name__}; see its log")
             )
+        self._answered(kind, began, failed=failed)
+
+    def _answered(self, kind: str | None, began: float, *, failed: bool) -> None:
+        self.server.node.figures.answer("session", CALLS_OF_OPS.get(kind, "unknown"), began, failed=failed)
 
     def _call(self, kind: str | None, request: pb.Request) -> Any:
         if kind is None:
@@ -125,8 +137,12 @@ class ClientSession:
         if number:
             reply = pb.Reply(id=number, error=pb.Error(code=error.code, message=str(error)))  # type: ignore[arg-type]
             self._send_reply(reply)
-        else:
-            log.warning("session %s: a call without a reply failed: %s", self._name(), error)
+            return
+        self._failures += 1
+        now = time.monotonic()
+        if now >= self._say_failures_at:
+            log.warning("calls without a reply failed", **self._who(), calls=self._failures, reason=str(error))
+            self._failures, self._say_failures_at = 0, now + FAILURES_SAID_S
 
     def _send_reply(self, reply: pb.Reply, descriptors: list[int] | None = None) -> None:
         """With what is wanted of this client, also on an error: what it gives back may be just what was lacking."""
@@ -136,26 +152,30 @@ class ClientSession:
             reply.detach.extend(session.detach)
         self.connection.send(reply.SerializeToString(), descriptors)
 
-    def _later(self, number: int, kind: str, work: Coroutine[Any, Any, Any]) -> None:
+    def _later(self, number: int, kind: str, work: Coroutine[Any, Any, Any], began: float) -> None:
         if len(self.tasks) >= UNANSWERED_MAX:
             work.close()
+            self._answered(kind, began, failed=True)
             self._reply(number, error=ResourceExhausted(f"{UNANSWERED_MAX} calls of this session are waiting already"))
             return
-        task = self.server.loop.create_task(self._finish(number, kind, work))
+        task = self.server.loop.create_task(self._finish(number, kind, work, began))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    async def _finish(self, number: int, kind: str, work: Coroutine[Any, Any, Any]) -> None:
+    async def _finish(self, number: int, kind: str, work: Coroutine[Any, Any, Any], began: float) -> None:
+        failed = True
         try:
             answer = await work
         except KVStoreError as e:
             self._reply(number, error=e)
         except Exception as e:
             self.server.node.internal_errors += 1
-            log.exception("session %s: %s failed", self._name(), kind)
+            log.exception("a call failed", **self._who(), call=kind)
             self._reply(number, error=KVStoreError(f"internal error of the daemon: {type(e).__name__}; see its log"))
         else:
             self._send(number, kind, answer)
+            failed = False
+        self._answered(kind, began, failed=failed)
 
     # -- the life of a session
 
@@ -193,8 +213,9 @@ class ClientSession:
         # By its old name too: if this reply is lost, the client knows no other.
         self.names = {session.nonce, hello.resume.nonce} if resumed else {session.nonce}
         server.by_nonce.update(dict.fromkeys(self.names, self))
+        node.closers[session.id] = self.end
         self._hello_timer.cancel()
-        log.info("session %s opened%s", self._name(), " again" if resumed else "")
+        log.info("session opened", **self._who(), again=resumed)
         return pb.HelloReply(
             protocol=hello.protocol,
             nonce=session.nonce,
@@ -207,6 +228,7 @@ class ClientSession:
             oldest_protocol=PROTOCOL_OLDEST,
             resumed=resumed,
             granted=session.granted,
+            token=node.bindings.bind(session),
         )
 
     def _resume(self, old: "ClientSession", heir: Session, resume: pb.Resume) -> bool:
@@ -216,7 +238,8 @@ class ClientSession:
         if was.tenant is not heir.tenant or heir.read_only or not old.peer.same(self.peer):
             return False
         self.server.node.store.resume(was, heir, resume.leased, resume.granted)
-        log.info("session %d is taken over by a new connection of process %d", was.id, self.peer.pid)
+        log.info("session taken over by a new connection", session=was.id, pid=self.peer.pid)
+        self._unlist(was)
         old.session = None
         old.connection.close()
         old.forget()
@@ -229,19 +252,27 @@ class ClientSession:
         """The socket is gone."""
         self._hello_timer.cancel()
         if reason:
-            self.server.node.protocol_errors += 1
-            log.warning("session %s closed: %s", self._name(), reason)
+            # A client that was killed or stopped, also in the middle of a message, has broken no rule.
+            self.server.node.protocol_errors += self.connection.violated
+            say = log.warning if self.connection.violated else log.info
+            say("connection closed", **self._who(), reason=reason)
         for task in self.tasks:
             task.cancel()
         if self.session is None:
             self.forget()
             return
+        self._unlist(self.session)
         clean = not self.session.held_bytes and (self.leaving or not self._has_mappings())
         gone = clean or self.peer.gone()
-        log.info("session %s ended%s", self._name(), "" if gone else "; its process lives: what it held is quarantined")
+        log.info("session ended", **self._who(), quarantined=0 if gone else self.session.held_bytes)
         self.server.node.store.end_session(self.session, process_gone=gone)
         if gone:
             self.forget()
+
+    def _unlist(self, session: Session) -> None:
+        """Nobody may find this session any more, to close it or to make calls as it."""
+        self.server.node.closers.pop(session.id, None)
+        self.server.node.bindings.end(session)
 
     def _has_mappings(self) -> bool:
         """Whether this session was given memory that its process may still have mapped."""
@@ -256,7 +287,7 @@ class ClientSession:
         if not self.connection.closed:
             self.connection.close()
         if self.session is not None:
-            log.info("session %s: its process is gone", self._name())
+            log.info("process gone", **self._who())
             self.server.node.store.end_session(self.session, process_gone=True)
         self.forget()
 
@@ -272,10 +303,11 @@ class ClientSession:
         self.server.clients.discard(self)
         self.server.node.jobs_ready()
 
-    def _name(self) -> str:
+    def _who(self) -> dict[str, Any]:
+        """Fields of the log that say whose line it is; before Hello, the process alone."""
         if self.session is None:
-            return f"of process {self.peer.pid} (no Hello)"
-        return f"{self.session.id} ({self.session.client}, process {self.peer.pid})"
+            return {"pid": self.peer.pid}
+        return {"session": self.session.id, "client": self.session.client, "pid": self.peer.pid}
 
     # -- calls that only a session has
 
@@ -308,16 +340,9 @@ class ClientSession:
         return pb.ReserveReply(slots=slots)
 
     def commit(self, session: Session, request: pb.CommitRequest) -> pb.Reply:
-        node = self.server.node
-        namespace = node.store.namespace(session.tenant, request.namespace_id)
-        results = calls.commit(node, session, namespace, request, list(request.slots))
-        reply = pb.Reply()  # filled in place: a message given to a constructor is copied
-        reply.commit.results.extend(results)  # type: ignore[arg-type]
-        if request.want:
-            ahead = node.store.top_up(session, namespace, request.want)
-            reply.commit.slots.extend(ahead)
-            if len(ahead) < request.want:
-                node.jobs_ready()  # have some evicted before the next put asks
+        reply = pb.Reply()
+        reply.commit.SetInParent()
+        calls.commit_into(reply.commit, self.server.node, session, request)
         return reply
 
     def abort(self, session: Session, request: pb.AbortRequest) -> pb.AbortReply:
@@ -374,6 +399,11 @@ class ClientSession:
     def health(self, _: Session, __: pb.HealthRequest) -> pb.HealthReply:
         return calls.health(self.server.node)
 
+    def end(self) -> None:
+        """An administrator ends this session; the client is told why, and may connect again."""
+        self._send_reply(pb.Reply(error=pb.Error(code=pb.UNAVAILABLE, message="an administrator ended this session")))
+        self.connection.close()
+
 
 def _check_changes(session: Session) -> None:
     if session.read_only:
@@ -398,77 +428,5 @@ CALLS: dict[str, Callable[[ClientSession, Session, Any], Any]] = {
     "sync": ClientSession.sync,
     "stats": ClientSession.stats,
     "health": ClientSession.health,
+    **session_admin.CALLS,
 }
-
-
-class SessionServer:
-    """Accepts sessions on one Unix socket."""
-
-    def __init__(self, node: Node, path: Path, stats: Callable[[], pb.StatsReply]) -> None:
-        self.node = node
-        self.path = path
-        self.stats = stats
-        self.loop = asyncio.get_running_loop()
-        self.pid = os.getpid()
-        self.clients: set[ClientSession] = set()
-        self.by_nonce: dict[int, ClientSession] = {}
-        self._socket: socket.socket | None = None
-
-    def listen(self) -> None:
-        """Binds the socket, mode 0600 from the start, and accepts from now on."""
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        before = os.umask(0o177)
-        try:
-            self._socket.bind(str(self.path))
-        finally:
-            os.umask(before)
-        self._socket.listen(BACKLOG)
-        self.loop.add_reader(self._socket, self._accept)
-
-    def make_place(self) -> None:
-        """Where the table of sessions is full, forgets one that ended holding nothing."""
-        if len(self.node.store.sessions) < holds.SESSIONS_MAX:
-            return
-        for client in self.clients:
-            session = client.session
-            if client.connection.closed and session is not None and not session.held_bytes:
-                self.node.store.end_session(session, process_gone=True)
-                client.forget()
-                return
-
-    def close(self) -> None:
-        """Ends every session and unlinks the socket."""
-        if self._socket is None:
-            return
-        self.loop.remove_reader(self._socket)
-        self._socket.close()
-        self.path.unlink(missing_ok=True)
-        for client in list(self.clients):
-            client.connection.close()
-            client.forget()
-
-    def _accept(self) -> None:
-        assert self._socket is not None
-        for _ in range(BACKLOG):
-            try:
-                sock, _ = self._socket.accept()
-            except (BlockingIOError, InterruptedError):
-                return
-            except OSError as e:
-                # Out of descriptors: those who wait stay in the backlog; try again when some are closed.
-                log.error("cannot accept a client: %s", e.strerror)  # noqa: TRY400
-                self.loop.remove_reader(self._socket)
-                self.loop.call_later(1.0, self._accept_again)
-                return
-            if len(self.clients) >= CLIENTS_MAX:
-                turn_away(sock, f"{CLIENTS_MAX} clients are connected already", pb.RESOURCE_EXHAUSTED)
-                continue
-            try:
-                self.clients.add(ClientSession(self, sock))
-            except OSError as e:
-                log.warning("a client went away at once: %s", e.strerror)
-                sock.close()
-
-    def _accept_again(self) -> None:
-        if self._socket is not None and self._socket.fileno() >= 0:
-            self.loop.add_reader(self._socket, self._accept)

@@ -3,14 +3,14 @@
 import os
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
+from kvstore.core.counts import COUNT_MAX
+from kvstore.core.holds import Namespace, Session
 from kvstore.core.segments import Pool
 from kvstore.core.store import Store
 from kvstore.server.calls import Node
 from kvstored.v1 import kvstore_pb2 as pb
-
-COUNT_MAX = (1 << 64) - 1
-"""Clients say what they read: a sum that the message cannot carry must not end all answers."""
 
 
 def rss_anon_bytes() -> int:
@@ -37,7 +37,14 @@ def host_stats(store: Store, lock_error: str) -> pb.HostStats:
         huge_pages=segments.huge_pages,
         used_bytes=sum((p.slots - p.free) * p.slot_bytes for p in pools),
         block_bytes=sum((p.blocks + p.doomed) * p.block_bytes for p in pools),
+        partly_free_bytes=sum(_partly_free_bytes(pool) for pool in pools),
+        slack_bytes=sum((p.blocks + p.doomed) * (p.slot_bytes - p.block_bytes) for p in pools),
     )
+
+
+def _partly_free_bytes(pool: Pool) -> int:
+    """Free slots of segments that hold something: blocks of this size can use them, and nobody else."""
+    return sum(len(s.free) for s in pool.segments.values() if len(s.free) < len(s.state)) * pool.slot_bytes
 
 
 def pool_stats(store: Store, pool: Pool) -> pb.PoolStats:
@@ -55,25 +62,38 @@ def pool_stats(store: Store, pool: Pool) -> pb.PoolStats:
         leased=pool.leased,
         pinned=pool.pinned,
         doomed=pool.doomed,
+        segments_held=sum(segment.held > 0 for segment in pool.segments.values()),
     )
 
 
-def session_stats(store: Store, now: float) -> Iterable[pb.SessionStats]:
-    """Every session, also those that ended while their process lives."""
-    for session in store.sessions.values():
-        yield pb.SessionStats(
-            id=session.id,
-            client=session.client,
-            tenant=session.tenant.name,
-            pid=session.pid,
-            local=session.local,
-            read_only=session.read_only,
-            granted_slots=len(session.granted),
-            leased_slots=len(session.leased),
-            held_bytes=session.held_bytes,
-            age_s=now - session.opened,
-            ended=session.ended,
-        )
+def session_stats(session: Session, now: float) -> pb.SessionStats:
+    """One session, perhaps ended while its process lives."""
+    return pb.SessionStats(
+        id=session.id,
+        client=session.client,
+        tenant=session.tenant.name,
+        pid=session.pid,
+        local=session.local,
+        read_only=session.read_only,
+        granted_slots=len(session.granted),
+        leased_slots=len(session.leased),
+        held_bytes=session.held_bytes,
+        age_s=now - session.opened,
+        ended=session.ended,
+    )
+
+
+def namespace_stats(namespace: Namespace) -> pb.NamespaceStats:
+    """One namespace."""
+    return pb.NamespaceStats(
+        tenant=namespace.tenant.name,
+        id=namespace.id,
+        label=namespace.label,
+        digest=namespace.digest,
+        block_bytes=namespace.block_bytes,
+        blocks=namespace.blocks,
+        block_tokens=namespace.block_tokens,
+    )
 
 
 def index_stats(node: Node) -> Iterable[pb.IndexStats]:
@@ -91,7 +111,9 @@ def index_stats(node: Node) -> Iterable[pb.IndexStats]:
         )
 
 
-def build(node: Node, *, loops: Iterable[pb.LoopStats], lock_error: str, socket: str, grpc: str) -> pb.StatsReply:
+def build(
+    node: Node, *, loops: Iterable[pb.LoopStats], lock_error: str, socket: str, grpc: str, http: str
+) -> pb.StatsReply:
     """Everything that `kvstore-cli stats` shows."""
     store, now = node.store, time.monotonic()
     problems = node.problems()
@@ -103,13 +125,15 @@ def build(node: Node, *, loops: Iterable[pb.LoopStats], lock_error: str, socket:
             uptime_s=now - node.started,
             socket=socket,
             grpc=grpc,
+            http=http,
             healthy=not problems,
             problems=problems,
             rss_anon_bytes=rss_anon_bytes(),
+            open_descriptors=sum(1 for _ in Path("/proc/self/fd").iterdir()),
         ),
         host=host_stats(store, lock_error),
         pools=[pool_stats(store, pool) for pool in store.segments.pools.values()],
-        sessions=list(session_stats(store, now)),
+        sessions=[session_stats(session, now) for session in store.sessions.values()],
         counters=pb.Counters(
             protocol_errors=node.protocol_errors,
             segments_moved=store.room.moved,
@@ -117,15 +141,7 @@ def build(node: Node, *, loops: Iterable[pb.LoopStats], lock_error: str, socket:
         ),
         indexes=list(index_stats(node)),
         loops=list(loops),
-        namespaces=[
-            pb.NamespaceStats(
-                tenant=n.tenant.name,
-                id=n.id,
-                label=n.label,
-                digest=n.digest,
-                block_bytes=n.block_bytes,
-                blocks=n.blocks,
-            )
-            for n in store.namespaces[-256:]
-        ],
+        namespaces=[namespace_stats(namespace) for namespace in store.namespaces[-256:]],
+        operations=list(node.figures.operation_stats()),
+        calls=list(node.figures.call_stats()),
     )

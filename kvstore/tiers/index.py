@@ -15,16 +15,16 @@ let a client that makes up 65 keys take all memory of the machine.)
 """
 
 import fcntl
-import logging
 import os
 import struct
 from collections.abc import Callable, Iterator
 
+from kvstore.logs import logger
 from kvstore.tiers.slab import SEALS, sealed_memfd
 from kvstored.mapping import Mapping
 from kvstored.v1 import shm
 
-log = logging.getLogger("kvstored.index")
+log = logger("kvstored.index")
 
 F_SEAL_FUTURE_WRITE = 0x10
 """Linux 5.1 and later; not in Python's fcntl."""
@@ -169,6 +169,16 @@ class TenantIndex:
         if self._next is not None and self._waiting_next.pop(key, None) is None:
             self._next.remove(key)
 
+    def read(self, key: bytes) -> tuple[int, int, int] | None:
+        """Segment, offset and length by the rule for readers: the number alone, the fields, the number again."""
+        table = self._table
+        at = table.find(key)
+        if at < 0:
+            return None
+        number = table.numbers[at >> 3]
+        segment, length, offset, *_ = _LOCATION.unpack_from(table.bytes, at + 40)
+        return None if number & 1 or table.numbers[at >> 3] != number else (segment, offset, length)
+
     @property
     def growing(self) -> bool:
         return self._next is not None
@@ -218,7 +228,7 @@ class TenantIndex:
             self._next = _Table(self._name, self._epoch, self._table.generation + 1, capacity)
         except OSError as e:
             if not self._no_memory:
-                log.error("%s cannot grow to %d slots: %s", self._name, capacity, e)  # noqa: TRY400
+                log.error("an index cannot grow", index=self._name, capacity=capacity, reason=str(e))  # noqa: TRY400
             self._no_memory = str(e)
             return
         self._no_memory = ""
@@ -298,16 +308,23 @@ class Indexes:
     def of(self, tenant: int) -> TenantIndex:
         """The tenant's index, made at first use."""
         found = self._of.get(tenant)
-        if found is None:
-            capacity = capacity_for(self._blocks_expected)
-            found = self._of[tenant] = TenantIndex(f"kvstored-index-{tenant}", self.epoch, capacity)
-        return found
+        return self.make(tenant, self._blocks_expected) if found is None else found
+
+    def make(self, tenant: int, blocks: int) -> TenantIndex:
+        """The index of a tenant that has none, large enough for that many blocks."""
+        assert tenant not in self._of, f"tenant {tenant} has an index"
+        made = self._of[tenant] = TenantIndex(f"kvstored-index-{tenant}", self.epoch, capacity_for(blocks))
+        return made
 
     def publish(self, tenant: int, key: bytes, ref: int, offset: int, length: int, namespace: int) -> None:
         self.of(tenant).publish(key, (shm.ref_segment(ref), length, offset, shm.HOST, 0, namespace))
 
     def withdraw(self, tenant: int, key: bytes) -> None:
         self.of(tenant).withdraw(key)
+
+    def find(self, tenant: int, key: bytes) -> tuple[int, int, int] | None:
+        """Segment, offset and length of a block, as a reader finds them in the shared memory; None is a miss."""
+        return self.of(tenant).read(key)
 
     @property
     def growing(self) -> bool:

@@ -91,6 +91,10 @@ def lost_key(scene: Scene) -> None:
     del scene.tenant.rows[chain("a", 6)[5]]
 
 
+def stand_in(scene: Scene) -> int:
+    return scene.tenant.missing[key_of("missing")]
+
+
 def circle(scene: Scene) -> None:
     table = scene.store.table
     table.parent[row(scene, 0)] = row(scene, 5)
@@ -104,6 +108,7 @@ DAMAGE: dict[str, Callable[[Scene], None]] = {
     "draining": no_sessions,
     "silent": lambda scene: scene.store.segments.silent.clear(),
     "unowned": lambda scene: scene.store.segments.unowned.clear(),
+    "closed": lambda scene: setattr(scene.store.segments.live[1], "closed", True),
     "held": lambda scene: add(scene.store.segments.live[1], "held"),
     "slot state": slot_free_twice,
     "open": lambda scene: scene.store.pool(scene.ns).open.clear(),
@@ -124,8 +129,12 @@ DAMAGE: dict[str, Callable[[Scene], None]] = {
     "circle": circle,
     "list": no_more,
     "list length": lambda scene: add_to(scene.store.pool(scene.ns).order.listed),
-    "orphans": lambda scene: scene.tenant.orphans.clear(),
-    "orphan's parent": lambda scene: scene.tenant.orphan_parent.clear(),
+    "missing": lambda scene: scene.tenant.missing.clear(),
+    "missing key": lambda scene: scene.store.table.key.__setitem__(stand_in(scene), key_of("other")),
+    "missing used": lambda scene: scene.store.table.used.__setitem__(stand_in(scene), 1.0),
+    "depth": column("depth", 1, 0),
+    "unsettled": lambda scene: scene.store.tree.families.unsettled.update({row(scene, 0): row(scene, 5)}),
+    "climbs": lambda scene: scene.store.tree.climbs.update({stand_in(scene): None}),
     "namespace": lambda scene: add(scene.ns, "blocks"),
     "keys": lost_key,
     "tenant held": lambda scene: add(scene.tenant, "held_bytes"),

@@ -3,7 +3,7 @@
 import pytest
 
 from kvstore.core import holds
-from kvstore.core.holds import LEASES_MAX, Session
+from kvstore.core.holds import HOLDS_MAX, Session
 from kvstored.v1.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from tests.core.scene import PAGE, Scene, chain, key_of
 
@@ -147,14 +147,14 @@ def test_limits_follow_what_other_tenants_own() -> None:
 
 def test_holds_on_one_slot_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The column of leases has 32 bits, and a session may hold a block as often as it likes."""
-    assert LEASES_MAX * holds.SESSIONS_MAX < 1 << 32
-    monkeypatch.setattr(holds, "LEASES_MAX", 10)
+    assert HOLDS_MAX * holds.SESSIONS_MAX < 1 << 32
+    monkeypatch.setattr(holds, "HOLDS_MAX", 10)
     scene = Scene(64)
     keys = chain("a", 2)
     scene.put(keys)
     for _ in range(5):
         scene.acquire(keys)
-    with pytest.raises(ResourceExhausted, match="10 leases; at most 10"):
+    with pytest.raises(ResourceExhausted, match="10 leases and 0 slots granted; at most 10 together"):
         scene.acquire(keys)
     scene.store.release(scene.session, list(scene.session.leased))
     assert len(scene.acquire(keys)) == 2

@@ -101,6 +101,21 @@ class TestSizes:
         assert scene.store.room.moved == 1
         scene.check()
 
+    def test_a_refusal_names_the_block_size_whose_holds_keep_the_memory(self) -> None:
+        """One lease in each segment kept every other size out for ever, and nothing said why."""
+        scene = Scene(64, 4)
+        keys = scene.fill()
+        in_each = [scene.store.table.key[segment.row[0]] for segment in scene.store.segments.live.values()]
+        held = [key for key in in_each if key in keys]
+        scene.store.pin(scene.ns, held[1:], 60.0, scene.now)
+        scene.acquire(held[:1])
+        with pytest.raises(ResourceExhausted) as refused:
+            scene.reserve(1, scene.namespace("four", 4 * PAGE), scene.open())
+        assert (
+            f"blocks of {PAGE} bytes have 16 segments, of which 16 cannot go to another size "
+            "for 16 slots leased, pinned or granted in them"
+        ) in str(refused.value)
+
     def test_an_empty_segment_is_the_first_to_move(self) -> None:
         scene = Scene(8, 2)
         small, large = scene.ns, scene.namespace("two", 2 * PAGE)

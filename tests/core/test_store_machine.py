@@ -3,141 +3,40 @@
 A failure prints the steps and a blob that repeats them; `KVSTORED_SEARCH=deep` looks longer.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from unittest import mock
+from collections.abc import Callable
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from kvstore.core import block, holds
-from kvstore.core.holds import Namespace, Tenant
-from kvstore.core.segments import MakeSegment, Pool
+from kvstore.core import reclaim, room
+from kvstore.core.block import NONE
+from kvstore.core.holds import Namespace
+from kvstore.core.probe import PROBE_TENANT
+from kvstore.core.reclaim import Reclaimed
+from kvstore.core.segments import Pool
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
-from tests.core.model import Block, Model, Name, Process
-from tests.core.scene import PAGE, Scene, chain
-
-SIZES = {"one": PAGE, "two": 2 * PAGE - 100, "large": 5 * PAGE, "other one": PAGE - 1}
-"""Blocks of the first tenant's namespaces; a segment has 4 pages, so the large one does not fit in one."""
-
-CHAINS = {
-    "trunk": chain("trunk", 6),
-    "branch": chain("trunk", 3) + chain("branch", 4),
-    "loose": chain("loose", 6),
-}
-NAMES = [f"{name} {i}" for name, keys in CHAINS.items() for i in range(len(keys))]
-"""What examples are drawn from and printed as; the first three of trunk and branch are the same blocks."""
-
-PARENTS = {key: parent for keys in CHAINS.values() for parent, key in zip([b"", *keys], keys, strict=False)}
-DEPTHS = {key: depth for keys in CHAINS.values() for depth, key in enumerate(keys)}
-KEYS = list(PARENTS)
-
-
-def key(name: str) -> bytes:
-    chain_name, place = name.split()
-    return CHAINS[chain_name][int(place)]
-
-
-some_names = st.lists(st.sampled_from(NAMES), min_size=1, max_size=6)
-runs = st.builds(
-    lambda name, start, length: [f"{name} {i}" for i in range(len(CHAINS[name]))][start : start + length],
-    st.sampled_from(list(CHAINS)),
-    st.integers(0, 3),
-    st.integers(1, 7),
+from tests.core.examples import (
+    DEPTHS,
+    KEYS,
+    PARENTS,
+    choice,
+    key,
+    lives,
+    names,
+    pauses,
+    runs,
+    some_names,
+    subset,
 )
-names = runs | some_names
-choice = st.integers(0, 7)
-pauses = st.sampled_from([0.0, 0.1, 0.9, 3.0, 20.0])
-lives = st.sampled_from([0.0, 0.0, 0.0, 15.0])
-subset = st.integers(0, 255)
-"""Bits that say which of several things."""
+from tests.core.machine import Machine
+from tests.core.model import Block, Process
+from tests.core.scene import PAGE
 
 
-class StoreMachine(RuleBasedStateMachine):
-    """Two tenants, five namespaces of four sizes, a handful of processes, 28 pages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._patches = [
-            mock.patch.object(block, "GROW_ROWS", 16),
-            mock.patch.object(holds, "GRANT_SHARE", 6),
-        ]
-        for patch in self._patches:
-            patch.start()
-        self.scene = Scene(28, 4, ready=False)
-        self.store = self.scene.store
-        self.model = Model(self.store)
-        self.scene.index.on_withdraw = self.model.withdrawn
-        self.store.end_session(self.scene.session, process_gone=True)
-        other = self.store.tenant("other")
-        self.namespaces = [self.scene.namespace(name, size) for name, size in SIZES.items()]
-        self.namespaces.append(self.scene.namespace("one", PAGE, other))
-        self.tenants = [self.scene.tenant, other]
-        self.jobs: list[MakeSegment] = []
-        self.written = 0
-        self.take_jobs()
-
-    def teardown(self) -> None:
-        for patch in self._patches:
-            patch.stop()
-
-    # -- choosing
-
-    def process(self, number: int, wanted: Callable[[Process], bool] = lambda _: True) -> Process | None:
-        able = [process for process in self.model.processes if wanted(process)]
-        return able[number % len(able)] if able else None
-
-    def writer(self, number: int) -> Process | None:
-        return self.process(number, lambda process: not process.ended)
-
-    def ns(self, number: int, process: Process) -> Namespace:
-        able = [ns for ns in self.namespaces if ns.tenant is process.session.tenant]
-        return able[number % len(able)]
-
-    def aim(self, at: int, keys: list[str], tenant: Tenant | None = None) -> tuple[Namespace, list[bytes]]:
-        """A namespace and keys in it; mostly such that the first one is there."""
-        wanted = [key(name) for name in keys]
-        there = [
-            (found.namespace, k)
-            for (_, k), found in self.model.blocks.items()
-            if tenant in (None, found.namespace.tenant)
-        ]
-        if there and at % 4:
-            space, first = there[at % len(there)]
-            return space, [first, *(k for k, parent in PARENTS.items() if parent == first), *wanted]
-        able = [space for space in self.namespaces if tenant in (None, space.tenant)]
-        return able[at % len(able)], wanted
-
-    @contextmanager
-    def evicting(self) -> Iterator[None]:
-        self.model.may_evict = True
-        try:
-            yield
-        finally:
-            self.model.may_evict = False
-
-    @contextmanager
-    def dropping(self, names: Iterable[Name]) -> Iterator[None]:
-        """These go, all of them; nothing else does."""
-        self.model.may_go = {name for name in names if name in self.model.blocks}
-        yield
-        assert not self.model.may_go, "something that was to go is still there"
-
-    def content(self) -> int:
-        self.written += 1
-        return self.written
-
-    def run_of(self, ns: Namespace, keys: list[bytes]) -> list[Name]:
-        """The leading run of `keys` that the model has."""
-        names: list[Name] = []
-        for key in keys:
-            found = self.model.blocks.get((ns.tenant.id, key))
-            if found is None or found.namespace is not ns:
-                break
-            names.append((ns.tenant.id, key))
-        return names
+class StoreMachine(Machine):
+    """Every call of the store, in any order; and what asks for nothing: time, memory, clients that end."""
 
     # -- memory
 
@@ -147,13 +46,6 @@ class StoreMachine(RuleBasedStateMachine):
             self.opens(tenant, local)
         for _ in range(made):
             self.store.segments.made(self.jobs.pop(0).segment)
-
-    def take_jobs(self) -> None:
-        for job in self.store.take_jobs():
-            if isinstance(job, MakeSegment):
-                self.jobs.append(job)
-                continue
-            self.model.dropped(job.segment)
 
     @precondition(lambda self: self.jobs)
     @rule(number=choice, there=st.sampled_from([True, True, True, False]))
@@ -461,7 +353,66 @@ class StoreMachine(RuleBasedStateMachine):
         with self.evicting():
             self.store.evict_step(high, low, most)
         pools = {id(s.pool) for s in self.store.segments.live.values() if s.pool is not None}
-        assert self.model.evicted - before <= most * len(pools)
+        taken = room.EMPTY_BLOCKS * (1 + len(pools))
+        assert self.model.evicted - before <= most * len(pools) + taken
+
+    # -- administration
+
+    @rule(what=st.sampled_from(["keys", "namespace", "tenant", "all"]), ns=choice, keys=names, rows=st.integers(1, 20))
+    def evicts_as_asked(self, what: str, ns: int, keys: list[str], rows: int) -> None:
+        """What is asked for goes, unless somebody holds it."""
+        space, wanted = self.aim(ns, keys)
+        chosen = [
+            name
+            for name, found in self.model.blocks.items()
+            if what == "all"
+            or (what == "tenant" and found.namespace.tenant is space.tenant)
+            or (what == "namespace" and found.namespace is space)
+            or (what == "keys" and name[0] == space.tenant.id and name[1] in wanted)
+        ]
+        held = [name for name in chosen if self.model.is_held(name)]
+        done, asked = Reclaimed(), self.store.counts.evicted_asked
+        with self.dropping([name for name in chosen if name not in held]):
+            if what == "keys":
+                reclaim.keys_step(self.store, space.tenant, list(dict.fromkeys(wanted)), done)
+            else:
+                tenant = space.tenant if what == "tenant" else None
+                at: int | None = 0
+                while at is not None:
+                    at = reclaim.rows_step(self.store, tenant, space if what == "namespace" else None, at, rows, done)
+        assert (done.blocks, done.held) == (len(chosen) - len(held), len(held))
+        assert done.absent == (len(set(wanted)) - len(chosen) if what == "keys" else 0)
+        assert self.store.counts.evicted_asked - asked == done.blocks
+
+    @rule(tenant=st.sampled_from([None, 0, 1]), pages=st.integers(1, 30), most=st.integers(1, 4))
+    def evicts_bytes_as_asked(self, tenant: int | None, pages: int, most: int) -> None:
+        whose = None if tenant is None else self.tenants[tenant]
+        there = [name for name, b in self.model.blocks.items() if whose in (None, b.namespace.tenant)]
+        held, evicted, done = sum(map(self.model.is_held, there)), self.model.evicted, Reclaimed()
+        with self.evicting():
+            while reclaim.bytes_step(self.store, whose, pages * PAGE, most, done):
+                pass
+        left = [name for name in there if name in self.model.blocks]
+        assert self.model.evicted - evicted == done.blocks == len(there) - len(left)
+        assert done.held == (held if done.size_bytes < pages * PAGE else 0)
+        assert done.size_bytes >= pages * PAGE or len(left) == held, "fewer bytes than there were to be had"
+
+    # -- looking whether a put and a get work
+
+    @rule(commits=st.booleans())
+    def a_probe_changes_nothing(self, commits: bool) -> None:
+        """And says that nothing can be put only where a writer who holds nothing is refused."""
+        counts, table = vars(self.store.counts).copy(), len(self.store.namespaces)
+        self.model.may_go = {(PROBE_TENANT, self.probe.key)}
+        try:
+            with self.probe.taken() as trial:
+                if trial.row == NONE and commits:
+                    self.probe.commit(trial, self.scene.now)
+                    self.model.blocks[PROBE_TENANT, self.probe.key] = Block(self.namespaces[0], trial.ref, 0)
+        except ResourceExhausted:
+            assert not self.store.segments.unowned or self.store.segments.pools, "memory is there and nobody's"
+        self.model.may_go.clear()
+        assert (vars(self.store.counts), len(self.store.namespaces)) == (counts, table)
 
     # -- always
 

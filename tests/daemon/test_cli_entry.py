@@ -196,11 +196,12 @@ SDK = """
 import sys, types
 from kvstored.v1 import errors
 class Client:
-    def __init__(self, endpoint): self.endpoint = endpoint
+    def __init__(self, endpoint, **options): self.endpoint = endpoint
+    def __enter__(self): return self
+    def __exit__(self, *error): pass
     def stats(self):
         if {error!r}: raise getattr(errors, {error!r})("as it is")
         return {{"endpoint": self.endpoint}}
-    def close(self): pass
 sys.modules["kvstore_client"] = types.ModuleType("kvstore_client")
 sys.modules["kvstore_client"].Client = Client
 """

@@ -8,7 +8,8 @@ import pytest
 from google.protobuf.message import Message
 from rich.console import Console
 
-from kvstore.cli.admin import hit_rate, human_bytes, human_seconds, print_stats, stats_json
+from kvstore.cli.stats import hit_rate, print_stats, quantile, stats_json
+from kvstore.cli.tables import human_bytes, human_seconds, human_time
 from kvstored.v1 import kvstore_pb2 as pb
 
 
@@ -45,9 +46,32 @@ def reply() -> pb.StatsReply:
                 id=7, client="vllm [rank 0]", tenant="default", pid=815, local=True, age_s=65, held_bytes=4 << 20
             )
         ],
-        counters=pb.Counters(stored=1234567, hits=60, misses=40, hit_bytes=3 << 30),
+        counters=pb.Counters(
+            stored=1234567,
+            hits=60,
+            misses=40,
+            hit_bytes=3 << 30,
+            hit_tokens=256,
+            miss_tokens=768,
+            conversations=50,
+            conversations_evicted=1,
+        ),
         loops=[pb.LoopStats(name="evict", runs=12, errors=1, last_error="ValueError: [no]", failing=True)],
-        namespaces=[pb.NamespaceStats(label="llama", digest=b"\x01\xff")],
+        namespaces=[pb.NamespaceStats(label="llama", digest=b"\x01\xff", block_bytes=1 << 20, blocks=3)],
+        operations=[
+            pb.OperationStats(
+                operation=pb.OPERATION_GET,
+                tier=pb.TIER_HOST,
+                calls=100,
+                calls_hit=40,
+                hits=60,
+                misses=40,
+                seconds=0.02,
+                latencies=[0, 0, 0, 98, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1],
+            ),
+            pb.OperationStats(operation=pb.OPERATION_MATCH, tier=pb.TIER_HOST, calls=8, calls_hit=6),
+        ],
+        calls=[pb.CallStats(edge="session", call="commit", calls=2, seconds=3.0, latencies=[0] * 16 + [2, 0, 0, 0])],
     )
 
 
@@ -65,7 +89,8 @@ def lines(text: str) -> dict[str, str]:
 
 def test_every_section_is_shown() -> None:
     text = shown(reply())
-    titles = ["daemon", "host memory", "pools", "sessions", "counters", "background loops"]
+    titles = ["daemon", "host memory", "pools", "sessions", "namespaces", "reuse", "operations", "calls"]
+    titles += ["counters", "background loops"]
     assert [line for line in text.splitlines() if line and not line.startswith(" ")] == titles
 
 
@@ -109,7 +134,7 @@ def test_every_counter_is_shown() -> None:
 def test_an_idle_daemon_has_a_table_for_everything() -> None:
     text = shown(pb.StatsReply())
     assert lines(text)["hit rate"] == "-"
-    assert text.count("  none") == 3
+    assert text.count("  none") == 4
 
 
 def test_a_narrow_terminal_loses_nothing() -> None:
@@ -153,3 +178,70 @@ def test_durations_have_two_units(seconds: float, text: str) -> None:
 def test_the_hit_rate_is_of_all_lookups() -> None:
     assert hit_rate({"hits": 1, "misses": 3}) == "25.0 %"
     assert hit_rate({"hits": 0, "misses": 0}) == "-"
+
+
+def test_shares_are_of_blocks_of_tokens_and_of_requests() -> None:
+    found = lines(shown(reply()))
+    assert found["hit rate"] == "60.0 %"
+    assert found["hit rate in tokens"] == "25.0 %"
+    assert found["reads that hit"] == "40.0 %"
+    assert found["matches that hit"] == "75.0 %"
+    assert found["conversations evicted alive"] == "2.0 %"
+
+
+def test_calls_have_a_mean_and_two_quantiles() -> None:
+    text = shown(reply())
+    (operation,) = [line.split() for line in text.splitlines() if line.strip().startswith("get ")]
+    assert operation[:4] == ["get", "host", "100", "40.0"]
+    assert " ".join(operation[-8:]) == "200 µs ≤ 100 µs ≤ 1.0 ms"
+    (call,) = [line for line in text.splitlines() if line.strip().startswith("session ")]
+    assert call.split()[-8:] == ["1.5", "s", "≤", "2.0", "s", "≤", "2.0", "s"]
+
+
+def test_a_quantile_is_the_end_of_its_bucket() -> None:
+    assert quantile([], 0.5) == quantile([0] * 20, 0.99) == "-"
+    assert quantile([1, 0, 1], 0.5) == "≤ 10 µs"
+    assert quantile([1, 0, 1], 0.51) == "≤ 50 µs"
+    assert quantile([0] * 19 + [1], 0.5) == "> 10.0 s"
+
+
+def test_what_a_newer_daemon_counts_is_shown_by_its_number() -> None:
+    stats = pb.StatsReply()
+    stats.operations.add(operation=77, tier=9, calls=1)
+    assert ["77", "9", "1"] in [line.split()[:3] for line in shown(stats).splitlines()]
+
+
+def test_what_an_older_daemon_does_not_count_is_left_out() -> None:
+    stats = as_dict(reply())
+    del stats["operations"], stats["calls"], stats["daemon"]["http"], stats["counters"]["hit_tokens"]
+    file = io.StringIO()
+    print_stats(stats, Console(file=file, width=200))
+    assert lines(file.getvalue())["reads that hit"] == "-"
+    assert "operations" not in file.getvalue()
+
+
+HOSTILE = '\x1b[2J\x1b]0;owned\x07\x9b31m\r\n[red]{"\u202egnp'
+
+
+def test_hostile_names_cannot_steer_the_terminal() -> None:
+    stats = reply()
+    stats.sessions[0].client = stats.namespaces[0].label = stats.pools[0].tenant = HOSTILE
+    stats.daemon.problems.append(HOSTILE)
+    text = shown(stats)
+    assert [c for c in text if not c.isprintable() and c != "\n"] == []
+    assert "[red]{" in text
+
+
+def test_hostile_names_cannot_break_the_json() -> None:
+    stats = reply()
+    stats.sessions[0].client = HOSTILE
+    text = stats_json(as_dict(stats))
+    assert json.loads(text)["sessions"][0]["client"] == HOSTILE
+    assert text.isascii()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(2e-6, "2 µs"), (0.0015, "1.5 ms"), (0.25, "250 ms"), (2, "2.0 s"), (100, "100 s")]
+)
+def test_times_of_calls_have_their_unit(seconds: float, text: str) -> None:
+    assert human_time(seconds) == text

@@ -343,7 +343,6 @@ def test_a_mark_is_a_fraction(text: str) -> None:
 @pytest.mark.parametrize(
     ("override", "what"),
     [
-        ("server.http=127.0.0.1:9400", "metrics over HTTP"),
         ("host.persist=fdstore", "memory that outlives the daemon"),
         ("ssd.path=/mnt/ssd", "an SSD tier"),
         ("gpu.size=1GiB", "a GPU tier"),

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore_client import Client, FailedPrecondition, InvalidArgument, Namespace, Unavailable
+from kvstore.core import holds
+from kvstore_client import Client, FailedPrecondition, InvalidArgument, Namespace, ResourceExhausted, Unavailable
 from kvstore_client.session import Session
-from kvstored.v1 import PROTOCOL
+from kvstored.v1 import FRAME_BYTES_MAX, PROTOCOL
 from kvstored.v1 import kvstore_pb2 as pb
 from tests.conftest import RunningDaemon, eventually
 from tests.nodes import block
@@ -182,6 +183,65 @@ def test_a_lease_that_ends_while_the_client_attaches_again_is_released(
     eventually(lambda: not views, 10, "the answer to be there")
     eventually(lambda: [s["leased_slots"] for s in sessions(client, "hasty")] == [1], 5, "the other lease to end")
     assert bytes(kept[0]) == block(keys[0], BLOCK)
+
+
+def test_a_client_that_is_closed_after_a_time_out_leaves_nothing_in_quarantine(
+    daemon: RunningDaemon, client: Client, ns: Namespace
+) -> None:
+    """It stayed there until the process ended, which for an engine is for ever."""
+    keys = store(ns, names("held", 4))
+    hasty = Client(daemon.endpoint, name="hasty", timeout_s=0.4)
+    mine = hasty.raw_namespace("rule 3", BLOCK)
+    lease, slots = mine.acquire(keys), mine.reserve(3)
+    views = lease.views
+    hasty._transport._keeper._retry_at = time.monotonic() + 60  # type: ignore[attr-defined]  # it attaches no more by itself
+    daemon.pause()
+    session = hasty._transport._session  # type: ignore[attr-defined]
+    with pytest.raises(Unavailable):
+        session.call(pb.Request(health=pb.HealthRequest()))
+    assert session.dead
+    daemon.resume()
+    eventually(lambda: held(client, BLOCK) == {"quarantined": 3, "leased": 4}, 10, "the quarantine")
+    del slots
+    with within(2.0):
+        hasty.close()
+    eventually(lambda: held(client, BLOCK) == {"leased": 4}, 5, "what nobody looks at to be free")
+    assert [bytes(view) for view in views] == [block(key, BLOCK) for key in keys]
+    del lease, views
+    eventually(lambda: held(client, BLOCK) == {} and not sessions(client, "hasty"), 5, "the rest to follow its views")
+
+
+def test_closing_while_the_daemon_stands_still_ends_in_time(daemon: RunningDaemon) -> None:
+    hasty = Client(daemon.endpoint, name="hasty", timeout_s=0.4)
+    hasty.raw_namespace("rule 3", BLOCK).reserve(1)
+    daemon.pause()
+    hasty.health()
+    with within(3.0):
+        hasty.close()
+    daemon.resume()
+
+
+def test_a_session_with_all_the_holds_it_may_have_can_be_resumed(
+    daemon: RunningDaemon, client: Client, ns: Namespace
+) -> None:
+    """With more than 131,000 the message that names them was larger than a frame may be: it never came back."""
+    largest = pb.Resume(nonce=(1 << 64) - 1, leased=[(1 << 64) - 1] * holds.HOLDS_MAX)
+    hello = pb.HelloRequest(protocol=PROTOCOL, client="x" * 128, tenant="x" * 64, resume=largest)
+    assert pb.Request(id=(1 << 64) - 1, hello=hello).ByteSize() < FRAME_BYTES_MAX
+    keys = store(ns, names("held", 64))
+    with Client(daemon.endpoint, name="many") as many:
+        mine = many.raw_namespace("rule 3", BLOCK)
+        leases = [mine.acquire(keys) for _ in range(holds.HOLDS_MAX // len(keys))]
+        for more in (lambda: mine.acquire(keys[:1]), lambda: mine.reserve(1)):
+            with pytest.raises(ResourceExhausted, match=f"at most {holds.HOLDS_MAX} together"):
+                more()
+        many._transport._session._stream.shut()  # type: ignore[attr-defined]
+        eventually(lambda: many.health().reachable, 10, "the client to be back")
+        (found,) = sessions(client, "many")
+        assert found["leased_slots"] == len(keys)
+        assert mine.get_into(keys[:1], np.empty(BLOCK, np.uint8)) == 1
+        del leases
+        eventually(lambda: held(client, BLOCK) == {}, 20, "every hold to be released")
 
 
 # -- Resume in the wrong hands

@@ -64,6 +64,7 @@ class Scene:
         self.edge = GrpcEdge(self.node, "127.0.0.1:0", self.stats)
         self.stub: Any = None
         self.blocking: Any = None
+        self.channel: Any = None
 
     def run_jobs(self) -> None:
         for job in self.store.take_jobs():
@@ -81,7 +82,7 @@ class Scene:
         return done
 
     def stats(self) -> pb.StatsReply:
-        return stats.build(self.node, loops=[], lock_error="", socket="", grpc=self.edge.address)
+        return stats.build(self.node, loops=[], lock_error="", socket="", grpc=self.edge.address, http="")
 
     # -- calls
 
@@ -169,6 +170,7 @@ def with_edge(scenario: Callable[[Scene], Awaitable[None]], size_bytes: int = 64
         try:
             with grpc.insecure_channel(scene.edge.address) as blocking:
                 async with grpc.aio.insecure_channel(scene.edge.address) as channel:
+                    scene.channel = channel
                     scene.stub, scene.blocking = KVStoreStub(channel), KVStoreStub(blocking)
                     await scenario(scene)
                     await scene.idle()

@@ -10,6 +10,7 @@ from kvstore.core import holds
 from kvstore_client import Client, FailedPrecondition, InvalidArgument, KVStoreError, ResourceExhausted
 from kvstored.v1 import DESCRIPTORS_MAX, KEYS_MAX
 from kvstored.v1 import kvstore_pb2 as pb
+from kvstored.v1.latency import BUCKETS
 from tests.conftest import RunningDaemon, eventually
 from tests.nodes import Watch, block, running
 from tests.wire import Wire
@@ -352,12 +353,15 @@ def test_segments_of_nobody_and_of_another_tenant_are_left_out(scene: Scene) -> 
 def test_counts_that_a_client_makes_up_do_not_break_the_stats(scene: Scene, watch: Watch) -> None:
     """They are 64 bits on the wire: a sum that does not fit would end every later answer."""
     most = 2**64 - 1
-    for _ in range(3):
-        scene.wire.post(
-            touch=pb.TouchRequest(hits=most, misses=most, hit_bytes=most, match_hits=most, match_misses=most)
-        )
-    counters = scene.wire.call(stats=pb.StatsRequest()).stats.counters
-    assert counters.hits == counters.hit_bytes == most
+    calls: dict[str, Any] = {"calls": most, "calls_hit": most, "latencies": [most] + [0] * (BUCKETS - 1), "seconds": 1e308}
+    report: dict[str, Any] = {"namespace_id": scene.number, "hits": most, "misses": most, **calls}
+    for operation in (pb.OPERATION_GET, pb.OPERATION_MATCH, pb.OPERATION_PUT):
+        for _ in range(3):
+            scene.wire.post(touch=pb.TouchRequest(reports=[pb.Report(operation=operation, **report)]))
+    stats = scene.wire.call(stats=pb.StatsRequest()).stats
+    assert stats.counters.hits == stats.counters.hit_bytes == stats.counters.match_misses == most
+    assert {row.calls for row in stats.operations} == {0, most}
+    assert all(0 <= row.seconds < INFINITY for row in stats.operations)
     assert watch.client.health().healthy
 
 

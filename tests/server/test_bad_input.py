@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.core import holds
-from kvstore.server.session import CLIENTS_MAX, HELLO_WAIT_S
+from kvstore.server.listener import CLIENTS_MAX
+from kvstore.server.session import HELLO_WAIT_S
 from kvstore_client import Client, FailedPrecondition, InvalidArgument
 from kvstored.v1 import FRAME_BYTES_MAX, PROTOCOL
 from kvstored.v1 import kvstore_pb2 as pb

@@ -15,6 +15,7 @@ from kvstore.server import grpc_service, grpc_streams
 from kvstore.server.grpc_service import STREAMS_MAX
 from kvstored.v1 import KEYS_MAX, PROTOCOL, PROTOCOL_OLDEST
 from kvstored.v1 import kvstore_pb2 as pb
+from kvstored.v1.latency import BUCKETS
 from tests.server.grpc_edge import EPOCH, Scene, block_of, directory, key_of, put_messages, refused, with_edge
 
 BLOCK = 64 << 10
@@ -52,7 +53,9 @@ def test_every_call_answers() -> None:
         stub = scene.stub
         match = await stub.Match(pb.MatchRequest(namespace_id=number, keys=keys))
         assert (match.blocks, list(match.tiers)) == (3, [pb.TIER_HOST] * 3)
-        await stub.Touch(pb.TouchRequest(keys=keys, hits=3, misses=1, hit_bytes=3 * BLOCK))
+        calls: dict[str, Any] = {"calls": 1, "calls_hit": 1, "latencies": [1] + [0] * (BUCKETS - 1)}
+        report = pb.Report(operation=pb.OPERATION_GET, namespace_id=number, hits=3, misses=1, **calls)
+        await stub.Touch(pb.TouchRequest(keys=keys, reports=[report]))
         assert (await stub.Pin(pb.PinRequest(namespace_id=number, keys=keys, ttl_s=5))).pinned == 3
         assert (await stub.Unpin(pb.UnpinRequest(namespace_id=number, keys=keys))).unpinned == 3
         assert (await stub.Remove(pb.RemoveRequest(namespace_id=number, keys=keys[2:]))).removed == 1

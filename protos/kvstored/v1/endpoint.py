@@ -6,6 +6,10 @@ from pathlib import Path
 SYSTEM_RUNTIME_DIR = Path("/run/kvstored")
 SOCKET_NAME = "kvstored.sock"
 ENDPOINT_VARIABLE = "KVSTORED_ENDPOINT"
+TOKEN_FILE_VARIABLE = "KVSTORED_TOKEN_FILE"  # noqa: S105 (the name of a variable)
+CA_VARIABLE = "KVSTORED_CA"
+CLIENT_VARIABLES = (ENDPOINT_VARIABLE, TOKEN_FILE_VARIABLE, CA_VARIABLE)
+"""Variables of clients; a daemon that finds them set is not meant."""
 
 
 def user_runtime_dir() -> Path:

@@ -300,24 +300,14 @@ class ReleaseReply(_message.Message):
     def __init__(self) -> None: ...
 
 class TouchRequest(_message.Message):
-    __slots__ = ("keys", "hits", "misses", "hit_bytes", "match_hits", "match_misses", "hint", "reports")
+    __slots__ = ("keys", "hint", "reports")
     KEYS_FIELD_NUMBER: _ClassVar[int]
-    HITS_FIELD_NUMBER: _ClassVar[int]
-    MISSES_FIELD_NUMBER: _ClassVar[int]
-    HIT_BYTES_FIELD_NUMBER: _ClassVar[int]
-    MATCH_HITS_FIELD_NUMBER: _ClassVar[int]
-    MATCH_MISSES_FIELD_NUMBER: _ClassVar[int]
     HINT_FIELD_NUMBER: _ClassVar[int]
     REPORTS_FIELD_NUMBER: _ClassVar[int]
     keys: _containers.RepeatedScalarFieldContainer[bytes]
-    hits: int
-    misses: int
-    hit_bytes: int
-    match_hits: int
-    match_misses: int
     hint: Hint
     reports: _containers.RepeatedCompositeFieldContainer[Report]
-    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., hit_bytes: _Optional[int] = ..., match_hits: _Optional[int] = ..., match_misses: _Optional[int] = ..., hint: _Optional[_Union[Hint, _Mapping]] = ..., reports: _Optional[_Iterable[_Union[Report, _Mapping]]] = ...) -> None: ...
+    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., hint: _Optional[_Union[Hint, _Mapping]] = ..., reports: _Optional[_Iterable[_Union[Report, _Mapping]]] = ...) -> None: ...
 
 class Report(_message.Message):
     __slots__ = ("operation", "namespace_id", "calls", "calls_hit", "hits", "misses", "seconds", "latencies")

@@ -1,4 +1,4 @@
-"""How calls are counted by their time: the same buckets in the client's reports, the daemon's figures and the metrics."""
+"""How calls are counted by their time: the same buckets in reports of clients, figures of the daemon and metrics."""
 
 from bisect import bisect_left
 

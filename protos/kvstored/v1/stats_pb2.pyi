@@ -62,7 +62,7 @@ class StatsReply(_message.Message):
     def __init__(self, daemon: _Optional[_Union[DaemonStats, _Mapping]] = ..., host: _Optional[_Union[HostStats, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[PoolStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., indexes: _Optional[_Iterable[_Union[IndexStats, _Mapping]]] = ..., loops: _Optional[_Iterable[_Union[LoopStats, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., operations: _Optional[_Iterable[_Union[OperationStats, _Mapping]]] = ..., calls: _Optional[_Iterable[_Union[CallStats, _Mapping]]] = ...) -> None: ...
 
 class DaemonStats(_message.Message):
-    __slots__ = ("version", "pid", "epoch", "uptime_s", "socket", "grpc", "healthy", "problems", "rss_anon_bytes", "http")
+    __slots__ = ("version", "pid", "epoch", "uptime_s", "socket", "grpc", "healthy", "problems", "rss_anon_bytes", "http", "open_descriptors")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +73,7 @@ class DaemonStats(_message.Message):
     PROBLEMS_FIELD_NUMBER: _ClassVar[int]
     RSS_ANON_BYTES_FIELD_NUMBER: _ClassVar[int]
     HTTP_FIELD_NUMBER: _ClassVar[int]
+    OPEN_DESCRIPTORS_FIELD_NUMBER: _ClassVar[int]
     version: str
     pid: int
     epoch: int
@@ -83,10 +84,11 @@ class DaemonStats(_message.Message):
     problems: _containers.RepeatedScalarFieldContainer[str]
     rss_anon_bytes: int
     http: str
-    def __init__(self, version: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., uptime_s: _Optional[float] = ..., socket: _Optional[str] = ..., grpc: _Optional[str] = ..., healthy: bool = ..., problems: _Optional[_Iterable[str]] = ..., rss_anon_bytes: _Optional[int] = ..., http: _Optional[str] = ...) -> None: ...
+    open_descriptors: int
+    def __init__(self, version: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., uptime_s: _Optional[float] = ..., socket: _Optional[str] = ..., grpc: _Optional[str] = ..., healthy: bool = ..., problems: _Optional[_Iterable[str]] = ..., rss_anon_bytes: _Optional[int] = ..., http: _Optional[str] = ..., open_descriptors: _Optional[int] = ...) -> None: ...
 
 class HostStats(_message.Message):
-    __slots__ = ("size_bytes", "segment_bytes", "segments", "unassigned_bytes", "draining_bytes", "locked", "locked_reason", "huge_pages", "used_bytes", "block_bytes")
+    __slots__ = ("size_bytes", "segment_bytes", "segments", "unassigned_bytes", "draining_bytes", "locked", "locked_reason", "huge_pages", "used_bytes", "block_bytes", "partly_free_bytes", "slack_bytes")
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
@@ -97,6 +99,8 @@ class HostStats(_message.Message):
     HUGE_PAGES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PARTLY_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SLACK_BYTES_FIELD_NUMBER: _ClassVar[int]
     size_bytes: int
     segment_bytes: int
     segments: int
@@ -107,10 +111,12 @@ class HostStats(_message.Message):
     huge_pages: bool
     used_bytes: int
     block_bytes: int
-    def __init__(self, size_bytes: _Optional[int] = ..., segment_bytes: _Optional[int] = ..., segments: _Optional[int] = ..., unassigned_bytes: _Optional[int] = ..., draining_bytes: _Optional[int] = ..., locked: bool = ..., locked_reason: _Optional[str] = ..., huge_pages: bool = ..., used_bytes: _Optional[int] = ..., block_bytes: _Optional[int] = ...) -> None: ...
+    partly_free_bytes: int
+    slack_bytes: int
+    def __init__(self, size_bytes: _Optional[int] = ..., segment_bytes: _Optional[int] = ..., segments: _Optional[int] = ..., unassigned_bytes: _Optional[int] = ..., draining_bytes: _Optional[int] = ..., locked: bool = ..., locked_reason: _Optional[str] = ..., huge_pages: bool = ..., used_bytes: _Optional[int] = ..., block_bytes: _Optional[int] = ..., partly_free_bytes: _Optional[int] = ..., slack_bytes: _Optional[int] = ...) -> None: ...
 
 class PoolStats(_message.Message):
-    __slots__ = ("tenant", "block_bytes", "slot_bytes", "segments", "slots", "free", "granted", "quarantined", "blocks", "leased", "pinned", "doomed")
+    __slots__ = ("tenant", "block_bytes", "slot_bytes", "segments", "slots", "free", "granted", "quarantined", "blocks", "leased", "pinned", "doomed", "segments_held")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -123,6 +129,7 @@ class PoolStats(_message.Message):
     LEASED_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
     DOOMED_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_HELD_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     block_bytes: int
     slot_bytes: int
@@ -135,7 +142,8 @@ class PoolStats(_message.Message):
     leased: int
     pinned: int
     doomed: int
-    def __init__(self, tenant: _Optional[str] = ..., block_bytes: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., segments: _Optional[int] = ..., slots: _Optional[int] = ..., free: _Optional[int] = ..., granted: _Optional[int] = ..., quarantined: _Optional[int] = ..., blocks: _Optional[int] = ..., leased: _Optional[int] = ..., pinned: _Optional[int] = ..., doomed: _Optional[int] = ...) -> None: ...
+    segments_held: int
+    def __init__(self, tenant: _Optional[str] = ..., block_bytes: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., segments: _Optional[int] = ..., slots: _Optional[int] = ..., free: _Optional[int] = ..., granted: _Optional[int] = ..., quarantined: _Optional[int] = ..., blocks: _Optional[int] = ..., leased: _Optional[int] = ..., pinned: _Optional[int] = ..., doomed: _Optional[int] = ..., segments_held: _Optional[int] = ...) -> None: ...
 
 class SessionStats(_message.Message):
     __slots__ = ("id", "client", "tenant", "pid", "local", "read_only", "granted_slots", "leased_slots", "held_bytes", "age_s", "ended")

@@ -1,0 +1,224 @@
+"""`kvstore-cli evict`: drops blocks that nobody holds, and asks before that is much."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from kvstore.cli.connection import (
+    EXIT_HELP,
+    EXIT_NOT_FOUND,
+    EXIT_USAGE,
+    Way,
+    common_options,
+    confirm,
+    connected,
+    fail,
+    hex_bytes,
+)
+from kvstore.cli.tables import count, human_bytes, percent
+from kvstore.config.values import Refused, parse_size_bytes
+from kvstored.v1 import KEY_BYTES, KEYS_MAX
+from kvstored.v1 import kvstore_pb2 as pb
+
+if TYPE_CHECKING:
+    from kvstore_client import Client
+
+PREFIX_BYTES_MIN = 4
+MUCH_BYTES = 1 << 30
+MUCH_SHARE = 0.1
+"""More than this, of bytes or of the blocks there are, is asked about."""
+
+KEYS_FROM_MAX = 1_000_000
+"""Keys of one file: 32 MB of them."""
+
+LINE_CHARACTERS_MAX = 200
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a command would destroy at most, as requests to the daemon."""
+
+    requests: Sequence[pb.EvictRequest]
+    blocks: int
+    size_bytes: int
+    of: str
+    """Whose blocks, for people."""
+    share: float
+    """Of all those."""
+    always_ask: bool = False
+
+    @property
+    def much(self) -> bool:
+        return self.always_ask or self.size_bytes > MUCH_BYTES or self.share > MUCH_SHARE
+
+
+@click.command(epilog=EXIT_HELP)
+@common_options
+@click.option("--namespace", metavar="DIGEST", help="All blocks of a namespace; the first 8 digits do if no other has.")
+@click.option("--key", "keys", metavar="HEX", multiple=True, help="One block; again for more.")
+@click.option("--keys-from", metavar="FILE", help="Blocks whose keys stand in a file, one a line; - is stdin.")
+@click.option("--bytes", "size", metavar="SIZE", help="At least so many bytes, such as 10GiB, the least useful first.")
+@click.option("--all", "everything", is_flag=True, help="Everything.")
+@click.option(
+    "--tenant",
+    default="",
+    metavar="NAME",
+    help='Whose; default: everybody\'s for --bytes and --all, else "default".',
+)
+@click.option("--yes", is_flag=True, help="Does not ask.")
+@click.pass_obj
+def evict(
+    above: Way,
+    endpoint: str | None,
+    token_file: str | None,
+    as_json: bool,
+    namespace: str | None,
+    keys: tuple[str, ...],
+    keys_from: str | None,
+    size: str | None,
+    everything: bool,
+    tenant: str,
+    yes: bool,
+) -> None:
+    """Drops blocks that nobody holds: leased and pinned ones stay.
+
+    Asks first where that is more than 1 GiB or more than a tenth of the blocks there are, and
+    always with --all; without a terminal, --yes is wanted then. Ctrl-C stops it where it is.
+    """
+    forms = [namespace is not None, bool(keys or keys_from), size is not None, everything]
+    if sum(forms) != 1:
+        raise click.UsageError("one of --namespace, --key or --keys-from, --bytes and --all is wanted")
+    size_bytes = _size(size) if size is not None else 0
+    names = _keys(keys, keys_from)
+    prefix = hex_bytes(namespace, "namespace", PREFIX_BYTES_MIN, KEY_BYTES) if namespace is not None else b""
+    with connected(Way(endpoint, token_file).under(above)) as client:
+        scope = Scope(client.stats(), tenant if size_bytes or everything else tenant or "default")
+        if prefix:
+            plan = _namespace_plan(client, scope, tenant, prefix)
+        elif names:
+            plan = _keys_plan(scope, tenant, names)
+        else:
+            plan = _bytes_plan(scope, tenant, size_bytes, everything=everything)
+        if plan.much:
+            whole = f", {percent(plan.share, 1)} of {plan.of}" if plan.blocks else ""
+            about = f"up to {count(plan.blocks)} blocks ({human_bytes(plan.size_bytes)}{whole})"
+            confirm(f"This drops {about}, and what is dropped is gone; leased and pinned blocks stay.", yes=yes)
+        done = _carried_out(client, plan.requests)
+    if as_json:
+        click.echo(json.dumps(done, indent=2))
+    else:
+        click.echo(_sentence(done))
+    if names and not done["blocks"] and not done["held"]:
+        fail("none of these keys is here", EXIT_NOT_FOUND)
+
+
+# -- what is wanted
+
+
+def _size(text: str) -> int:
+    try:
+        size_bytes = parse_size_bytes(text)
+    except Refused as error:
+        raise click.UsageError(f"--bytes {text[:80]!r}: {error}; a size is written 10GiB or 10GB") from None
+    if not 0 < size_bytes < 1 << 64:
+        raise click.UsageError(f"--bytes {text[:80]!r} is not above 0 and below 2^64")
+    return size_bytes
+
+
+def _keys(keys: Sequence[str], keys_from: str | None) -> list[bytes]:
+    found = [hex_bytes(key, "key", KEY_BYTES, KEY_BYTES) for key in keys]
+    if keys_from is None:
+        return found
+    try:
+        with click.open_file(keys_from, encoding="ascii", errors="replace") as file:
+            number = 0
+            while line := file.readline(LINE_CHARACTERS_MAX):
+                number += 1
+                if line.strip():
+                    found.append(hex_bytes(line.strip(), f"{keys_from}, line {number}: key", KEY_BYTES, KEY_BYTES))
+                if len(found) > KEYS_FROM_MAX:
+                    raise click.UsageError(f"{keys_from} has more than {KEYS_FROM_MAX:,} keys: split it")
+    except OSError as error:
+        _no_file(keys_from, error)
+    if not found:
+        raise click.UsageError(f"there is no key in {keys_from}")
+    return list(dict.fromkeys(found))
+
+
+def _no_file(name: str, error: OSError) -> NoReturn:
+    fail(f"--keys-from {name}: {error.strerror}", EXIT_USAGE)
+
+
+# -- what it would destroy
+
+
+class Scope:
+    """The blocks that a command is about: a tenant's, or everybody's."""
+
+    def __init__(self, stats: Mapping[str, Any], tenant: str) -> None:
+        self.of = f"those of tenant {tenant}" if tenant else "all"
+        self.pools = [pool for pool in stats["pools"] if tenant in ("", pool["tenant"])]
+        self.blocks = sum(pool["blocks"] for pool in self.pools)
+        self.size_bytes = sum(pool["blocks"] * pool["slot_bytes"] for pool in self.pools)
+        self.largest_slot = max((pool["slot_bytes"] for pool in self.pools if pool["blocks"]), default=0)
+
+    def plan(
+        self, requests: Sequence[pb.EvictRequest], blocks: int, size_bytes: int, *, always_ask: bool = False
+    ) -> Plan:
+        return Plan(requests, blocks, size_bytes, self.of, blocks / max(self.blocks, 1), always_ask)
+
+
+def _namespace_plan(client: "Client", scope: Scope, tenant: str, prefix: bytes) -> Plan:
+    """The daemon evicts by the whole digest only, so a prefix is looked up first."""
+    from kvstore_client import admin
+
+    reply = admin.inspect(client, pb.InspectRequest(tenant=tenant, namespace=prefix))
+    if not reply.HasField("namespace"):
+        fail(f"there is no namespace {prefix.hex()}{f' of tenant {tenant}' if tenant else ''}", EXIT_NOT_FOUND)
+    stats, slot_bytes = reply.namespace.stats, reply.namespace.pool.slot_bytes
+    request = pb.EvictRequest(tenant=tenant, namespace=stats.digest)
+    return scope.plan([request], stats.blocks, stats.blocks * slot_bytes)
+
+
+def _keys_plan(scope: Scope, tenant: str, keys: Sequence[bytes]) -> Plan:
+    """At most: keys that are absent cost nothing, and not all blocks are the largest."""
+    requests = [
+        pb.EvictRequest(tenant=tenant, keys=pb.EvictKeys(keys=keys[at : at + KEYS_MAX]))
+        for at in range(0, len(keys), KEYS_MAX)
+    ]
+    blocks = min(len(keys), scope.blocks)
+    return scope.plan(requests, blocks, min(blocks * scope.largest_slot, scope.size_bytes))
+
+
+def _bytes_plan(scope: Scope, tenant: str, size_bytes: int, *, everything: bool) -> Plan:
+    if everything:
+        request = pb.EvictRequest(tenant=tenant, all=True)
+        return scope.plan([request], scope.blocks, scope.size_bytes, always_ask=True)
+    size = min(size_bytes, scope.size_bytes)
+    blocks = -(-scope.blocks * size // max(scope.size_bytes, 1))
+    return scope.plan([pb.EvictRequest(tenant=tenant, size_bytes=size_bytes)], blocks, size)
+
+
+# -- doing it
+
+
+def _carried_out(client: "Client", requests: Sequence[pb.EvictRequest]) -> dict[str, int]:
+    """All requests, one after another; the sum of what they did."""
+    from kvstore_client import admin
+
+    done = dict.fromkeys(("blocks", "size_bytes", "held", "absent"), 0)
+    for request in requests:
+        reply = admin.evict(client, request)
+        for name in done:
+            done[name] += getattr(reply, name)
+    return done
+
+
+def _sentence(done: Mapping[str, int]) -> str:
+    return (
+        f"freed {human_bytes(done['size_bytes'])}: {count(done['blocks'])} blocks dropped, "
+        f"{count(done['held'])} left because they are leased or pinned, {count(done['absent'])} not here"
+    )

@@ -1,0 +1,288 @@
+"""Administration: looking at single things, and taking them away. The same over the session socket and over gRPC.
+
+Whoever gets here may: the edges check it (`check_allowed` for the session socket). All that
+walks over many blocks goes in steps of at most STEP_ROWS, a turn of the loop after each, so
+that a million blocks hold up nobody else's call.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+from kvstore.core import inspect as looking
+from kvstore.core import reclaim
+from kvstore.core.block import HINTED, PINNED
+from kvstore.core.holds import Namespace, Session, Tenant
+from kvstore.core.reclaim import Reclaimed
+from kvstore.core.segments import FREE, GRANTED, QUARANTINED, Segment
+from kvstore.logs import logger
+from kvstore.server import stats
+from kvstore.server.calls import TENANT, Node, checked_keys
+from kvstore.server.peer import Peer
+from kvstored.v1 import KEY_BYTES
+from kvstored.v1 import kvstore_pb2 as pb
+from kvstored.v1.errors import FailedPrecondition, InvalidArgument, Unauthenticated
+from kvstored.v1.shm import ref_segment, ref_slot
+
+log = logger("kvstored.admin")
+
+STEP_ROWS = 1024
+"""Rows looked at in a step: 0.5 ms, or 5 ms where all of them are dropped."""
+
+COUNT_ROWS = 1 << 16
+"""Rows in a step that only counts."""
+
+PREFIX_BYTES_MIN = 4
+CANDIDATES_NAMED = 8
+SLOTS_SHOWN = 256
+
+SUPERUSER = 0
+
+
+def check_allowed(peer: Peer) -> None:
+    """Over the session socket, administration is for the daemon's own user and root."""
+    own = os.geteuid()
+    if peer.uid not in (own, SUPERUSER):
+        raise Unauthenticated(
+            f"administration is for the daemon's own user (uid {own}) and root; this process has uid {peer.uid}"
+        )
+
+
+def _tenant(node: Node, name: str) -> Tenant | None:
+    """The tenant of that name; a question about one that nobody has used does not make it."""
+    name = name or "default"
+    if not TENANT.match(name):
+        raise InvalidArgument(f"tenant {name[:80]!r} is not 1 to 64 of the characters A-Z a-z 0-9 _ . -")
+    return node.store.tenants.get(name)
+
+
+async def _in_steps(step: Callable[[int], int | None]) -> None:
+    """Steps from where the last one stopped, until one says that it was the last; others have their turn between."""
+    at = step(0)
+    while at is not None:
+        await asyncio.sleep(0)
+        at = step(at)
+
+
+# -- inspect
+
+
+async def inspect(node: Node, request: pb.InspectRequest) -> pb.InspectReply:
+    """One key, namespace, session or segment; nothing is set where there is none."""
+    what = request.WhichOneof("what")
+    if what in ("key", "namespace"):
+        tenant = _tenant(node, request.tenant)
+        if what == "key":
+            _check_length("key", request.key, KEY_BYTES)
+            return pb.InspectReply() if tenant is None else await _key(node, tenant, request.key)
+        _check_length("namespace", request.namespace, PREFIX_BYTES_MIN)
+        return pb.InspectReply() if tenant is None else await _namespace(node, tenant, request.namespace)
+    if what == "session":
+        session = node.store.sessions.get(request.session)
+        return pb.InspectReply() if session is None else pb.InspectReply(session=_session(node, session))
+    if what == "segment":
+        segments, number = node.store.segments, request.segment
+        segment = segments.live.get(number) or segments.draining.get(number)
+        return pb.InspectReply() if segment is None else await _segment(node, segment)
+    raise InvalidArgument("nothing that this daemon can inspect: name a key, a namespace, a session or a segment")
+
+
+def _check_length(what: str, value: bytes, shortest: int) -> None:
+    if not shortest <= len(value) <= KEY_BYTES:
+        wanted = f"{KEY_BYTES}" if shortest == KEY_BYTES else f"{shortest} to {KEY_BYTES}"
+        raise InvalidArgument(f"a {what} of {len(value)} bytes; {wanted} are wanted")
+
+
+async def _key(node: Node, tenant: Tenant, key: bytes) -> pb.InspectReply:
+    store, table, counted = node.store, node.store.table, 0
+    row = tenant.rows.get(key)
+    if row is None:
+        return pb.InspectReply()
+    if looking.first_children(table, row)[1] is None:
+
+        def step(start: int) -> int | None:
+            nonlocal counted
+            counted += looking.children_step(table, row, start, COUNT_ROWS)
+            return start + COUNT_ROWS if start + COUNT_ROWS < len(table) and tenant.rows.get(key) == row else None
+
+        await _in_steps(step)
+    if tenant.rows.get(key) != row:
+        return pb.InspectReply()  # it went meanwhile
+    # From here in one step, so that the answer is of one moment.
+    now = time.monotonic()
+    namespace = store.namespaces[table.namespace[row] - 1]
+    children, count = looking.first_children(table, row)
+    parent, parent_present = looking.parent_of(store, row)
+    place = table.place[row]
+    idle_s = now - table.used[row]
+    return pb.InspectReply(
+        key=pb.KeyInfo(
+            key=key,
+            namespace=stats.namespace_stats(namespace),
+            copies=[
+                pb.Copy(
+                    tier=pb.TIER_HOST,
+                    segment=ref_segment(place),
+                    slot=ref_slot(place),
+                    size_bytes=namespace.block_bytes,
+                )
+            ],
+            parent=parent,
+            parent_present=parent_present,
+            children=[table.key[child] or b"" for child in children],
+            children_count=max(counted, len(children)) if count is None else count,
+            depth=table.depth[row],
+            hits=table.hits[row],
+            idle_s=idle_s,
+            age_s=max(now - table.stored[row], idle_s),
+            leases=table.leases[row],
+            pinned_s=looking.time_left(store, row, PINNED, now),
+            ttl_s=looking.time_left(store, row, HINTED, now),
+        )
+    )
+
+
+async def _namespace(node: Node, tenant: Tenant, prefix: bytes) -> pb.InspectReply:
+    namespaces = looking.named(tenant, prefix)
+    if len(namespaces) > 1:
+        raise InvalidArgument(f"{prefix.hex()} begins {len(namespaces)} namespaces: {_candidates(namespaces)}")
+    if not namespaces:
+        return pb.InspectReply()
+    store, namespace, figures = node.store, namespaces[0], looking.NamespaceFigures()
+    await _in_steps(lambda at: looking.namespace_step(store, namespace, at, STEP_ROWS, figures))
+    now = time.monotonic()
+    seen = figures.used_last > 0
+    return pb.InspectReply(
+        namespace=pb.NamespaceInfo(
+            stats=stats.namespace_stats(namespace),
+            pool=stats.pool_stats(store, store.pool(namespace)),
+            leased=figures.leased,
+            pinned=figures.pinned,
+            roots=figures.roots,
+            orphans=figures.orphans,
+            deepest=figures.deepest,
+            idle_s=now - figures.used_last if seen else 0.0,
+            oldest_s=now - figures.used_first if seen else 0.0,
+        )
+    )
+
+
+def _candidates(namespaces: Sequence[Namespace]) -> str:
+    """The first of several by digest and label: what tells them apart is what is needed next."""
+    named = [f"{n.digest.hex()} ({n.label})" for n in namespaces[:CANDIDATES_NAMED]]
+    return ", ".join([*named, *(["..."] if len(namespaces) > CANDIDATES_NAMED else [])])
+
+
+def _session(node: Node, session: Session) -> pb.SessionInfo:
+    table, number = node.store.segments, session.id
+    given = [s.id for of in (table.live, table.draining) for s in of.values() if number in s.sessions]
+    return pb.SessionInfo(
+        stats=stats.session_stats(session, time.monotonic()),
+        granted=islice(session.granted, SLOTS_SHOWN),
+        leased=islice(session.leased, SLOTS_SHOWN),
+        segments=sorted(given),
+    )
+
+
+async def _segment(node: Node, segment: Segment) -> pb.InspectReply:
+    store, figures = node.store, looking.SegmentFigures()
+    await _in_steps(lambda at: looking.segment_step(store, segment, at, STEP_ROWS, figures))
+    pool, state = segment.pool, segment.state
+    return pb.InspectReply(
+        segment=pb.SegmentInfo(
+            id=segment.id,
+            tenant=next((t.name for t in store.tenants.values() if t.id == segment.tenant), ""),
+            size_bytes=segment.size_bytes,
+            block_bytes=pool.block_bytes if pool is not None else 0,
+            slot_bytes=pool.slot_bytes if pool is not None else 0,
+            slots=len(state) if pool is not None else 0,
+            free=state.count(FREE) if pool is not None else 0,
+            granted=state.count(GRANTED),
+            quarantined=state.count(QUARANTINED),
+            blocks=figures.blocks,
+            leased=figures.leased,
+            pinned=figures.pinned,
+            doomed=figures.doomed,
+            idle_s=time.monotonic() - segment.used if segment.used else 0.0,
+            sessions=sorted(segment.sessions),
+            draining=segment.id in store.segments.draining,
+        )
+    )
+
+
+# -- evict
+
+
+async def evict(node: Node, request: pb.EvictRequest) -> pb.EvictReply:
+    """Drops what is asked for and held by nobody. A caller that hangs up stops it where it is."""
+    store, done, what = node.store, Reclaimed(), request.WhichOneof("what")
+    try:
+        if what == "keys":
+            await _evict_keys(node, _tenant(node, request.tenant), list(checked_keys(request.keys.keys)), done)
+        elif what == "namespace":
+            namespace = _whole_namespace(node, request)
+            await _in_steps(lambda at: reclaim.rows_step(store, None, namespace, at, STEP_ROWS, done))
+        elif request.size_bytes or request.all:
+            tenant = _tenant(node, request.tenant) if request.tenant else None
+            if request.tenant and tenant is None:
+                return pb.EvictReply()
+            if what == "all":
+                await _in_steps(lambda at: reclaim.rows_step(store, tenant, None, at, STEP_ROWS, done))
+            else:
+                while reclaim.bytes_step(store, tenant, request.size_bytes, STEP_ROWS, done):
+                    await asyncio.sleep(0)
+        else:
+            raise InvalidArgument("nothing to evict: name keys, a namespace, bytes above 0, or all")
+    finally:
+        log.info("evicted as asked", what=what, blocks=done.blocks, size_bytes=done.size_bytes, held=done.held)
+        node.jobs_ready()
+    return pb.EvictReply(blocks=done.blocks, size_bytes=done.size_bytes, held=done.held, absent=done.absent)
+
+
+async def _evict_keys(node: Node, tenant: Tenant | None, keys: list[bytes], done: Reclaimed) -> None:
+    keys = list(dict.fromkeys(keys))
+    if tenant is None:
+        done.absent = len(keys)
+        return
+
+    def step(start: int) -> int | None:
+        reclaim.keys_step(node.store, tenant, keys[start : start + STEP_ROWS], done)
+        return start + STEP_ROWS if start + STEP_ROWS < len(keys) else None
+
+    await _in_steps(step)
+
+
+def _whole_namespace(node: Node, request: pb.EvictRequest) -> Namespace:
+    """Not a prefix: what one begins today may be another one tomorrow."""
+    _check_length("namespace", request.namespace, KEY_BYTES)
+    tenant = _tenant(node, request.tenant)
+    found = tenant.namespaces.get(request.namespace) if tenant is not None else None
+    if found is None:
+        raise FailedPrecondition(f"tenant {request.tenant or 'default'!r} has no namespace {request.namespace.hex()}")
+    return found
+
+
+# -- ending a session
+
+
+async def end_session(node: Node, request: pb.EndSessionRequest, own: int = 0) -> pb.EndSessionReply:
+    """Closes the connection of a session that is not `own`, the caller's.
+
+    What its process may still write to is quarantined until that process exits. The session
+    may be gone at once, or be there still as ended.
+    """
+    number, store = request.session, node.store
+    if number == own and own:
+        raise InvalidArgument(f"session {number} is the caller's own; it ends when the caller closes it")
+    session = store.sessions.get(number)
+    if session is None:
+        return pb.EndSessionReply()
+    if not session.ended:
+        close = node.closers.get(number)
+        if close is None:
+            raise FailedPrecondition(f"session {number} is a call under way ({session.client}); it ends by itself")
+        log.info("session ended as asked", session=number)
+        close()
+    return pb.EndSessionReply(found=True, quarantined=len(session.granted))

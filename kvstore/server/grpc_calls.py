@@ -1,0 +1,156 @@
+"""The gRPC calls that are one message and one answer, as a table: what each takes, and what it does.
+
+Three kinds: of any caller, of callers bound to a session (they share memory with the
+daemon, so what they reserve and acquire is the session's and ends by no clock), and
+administration.
+"""
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import Message
+
+from kvstore.core.holds import Tenant
+from kvstore.server import admin, calls
+from kvstore.server.auth import ANY_TENANT
+from kvstore.server.calls import Node
+from kvstore.server.grpc_caller import Caller
+from kvstored.v1 import kvstore_pb2 as pb
+from kvstored.v1.errors import Unauthenticated
+
+Answer = Callable[[Node, Caller, Any], Message | Awaitable[Message]]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call: its message, what answers it, and how much of the daemon it may take."""
+
+    kind: Any
+    answer: Answer
+    places: str = ""
+    """Which bound on calls under way it counts for; "" for what is answered in one step or a bounded time."""
+
+
+STREAMS, ADMINISTRATION = "streams", "administration"
+
+
+def _tenant(node: Node, caller: Caller) -> Tenant:
+    return calls.tenant_named(node.store, caller.tenant)
+
+
+def _of_tenant(call: Callable[[Node, Tenant, Any], Any]) -> Answer:
+    return lambda node, caller, request: call(node, _tenant(node, caller), request)
+
+
+def _changing(call: Callable[[Node, Tenant, Any], Any]) -> Answer:
+    def answer(node: Node, caller: Caller, request: Any) -> Any:
+        caller.check_changes("remove, pin or clear")
+        return call(node, _tenant(node, caller), request)
+
+    return answer
+
+
+# -- bound to a session
+
+
+async def _reserve(node: Node, caller: Caller, request: pb.ReserveRequest) -> pb.ReserveReply:
+    session = caller.bound("Reserve")
+    namespace = node.store.namespace(session.tenant, request.namespace_id)
+    return pb.ReserveReply(slots=await calls.reserve(node, session, namespace, request.count, float("inf")))
+
+
+def _commit(node: Node, caller: Caller, request: pb.CommitRequest) -> pb.CommitReply:
+    reply = pb.CommitReply()
+    calls.commit_into(reply, node, caller.bound("Commit"), request)
+    return reply
+
+
+def _abort(node: Node, caller: Caller, request: pb.AbortRequest) -> pb.AbortReply:
+    node.store.abort(caller.bound("Abort"), list(request.slots))
+    return pb.AbortReply()
+
+
+def _acquire(node: Node, caller: Caller, request: pb.AcquireRequest) -> pb.AcquireReply:
+    session = caller.bound("Acquire")
+    namespace = node.store.namespace(session.tenant, request.namespace_id)
+    keys = calls.checked_keys(request.keys)
+    return pb.AcquireReply(slots=node.store.acquire(session, namespace, keys, time.monotonic()))
+
+
+def _release(node: Node, caller: Caller, request: pb.ReleaseRequest) -> pb.ReleaseReply:
+    node.store.release(caller.bound("Release"), list(request.slots))
+    return pb.ReleaseReply()
+
+
+# -- administration
+
+
+def _inspect(node: Node, caller: Caller, request: pb.InspectRequest) -> Awaitable[pb.InspectReply]:
+    caller.check_admin()
+    what = request.WhichOneof("what")
+    if what == "session":
+        _check_session(node, caller, request.session)
+    elif what == "segment":
+        segments = node.store.segments
+        found = segments.live.get(request.segment) or segments.draining.get(request.segment)
+        if found is not None:
+            _check_scope(
+                caller, next((t.name for t in node.store.tenants.values() if t.id == found.tenant), ANY_TENANT)
+            )
+    else:
+        _check_scope(caller, request.tenant or "default")
+    return admin.inspect(node, request)
+
+
+def _evict(node: Node, caller: Caller, request: pb.EvictRequest) -> Awaitable[pb.EvictReply]:
+    caller.check_admin()
+    caller.check_changes("evict")
+    everybody = request.WhichOneof("what") in ("size_bytes", "all")
+    _check_scope(caller, request.tenant or (ANY_TENANT if everybody else "default"))
+    return admin.evict(node, request)
+
+
+def _end_session(node: Node, caller: Caller, request: pb.EndSessionRequest) -> Awaitable[pb.EndSessionReply]:
+    caller.check_admin()
+    caller.check_changes("end a session")
+    _check_session(node, caller, request.session)
+    own = caller.binding.session.id if caller.binding is not None else 0
+    return admin.end_session(node, request, own)
+
+
+def _check_session(node: Node, caller: Caller, number: int) -> None:
+    session = node.store.sessions.get(number)
+    if session is not None:
+        _check_scope(caller, session.tenant.name)
+
+
+def _check_scope(caller: Caller, tenant: str) -> None:
+    """An administrator of one tenant has nothing to do with others. ANY_TENANT: what is asked for is all of them."""
+    if caller.grant is None or caller.grant.tenant == ANY_TENANT:
+        return
+    if tenant == ANY_TENANT:
+        raise Unauthenticated(f"this token is for tenant {caller.grant.tenant!r}, and not for all of them: name it")
+    caller.grant.check_tenant(tenant)
+
+
+CALLS: dict[str, Call] = {
+    "OpenNamespace": Call(pb.OpenNamespaceRequest, _of_tenant(calls.open_namespace)),
+    "Match": Call(pb.MatchRequest, _of_tenant(calls.match)),
+    "Touch": Call(pb.TouchRequest, _of_tenant(calls.touch)),
+    "Remove": Call(pb.RemoveRequest, _changing(calls.remove)),
+    "Pin": Call(pb.PinRequest, _changing(calls.pin)),
+    "Unpin": Call(pb.UnpinRequest, _changing(calls.unpin)),
+    "Clear": Call(pb.ClearRequest, _changing(calls.clear), STREAMS),
+    "Health": Call(pb.HealthRequest, lambda node, _, __: calls.health(node)),
+    "Reserve": Call(pb.ReserveRequest, _reserve),
+    "Commit": Call(pb.CommitRequest, _commit),
+    "Abort": Call(pb.AbortRequest, _abort),
+    "Acquire": Call(pb.AcquireRequest, _acquire),
+    "Release": Call(pb.ReleaseRequest, _release),
+    "Inspect": Call(pb.InspectRequest, _inspect, ADMINISTRATION),
+    "Evict": Call(pb.EvictRequest, _evict, ADMINISTRATION),
+    "EndSession": Call(pb.EndSessionRequest, _end_session, ADMINISTRATION),
+}
+"""All but Stats, which is the daemon's to answer."""

@@ -1,0 +1,133 @@
+"""The listening end of the session socket: who is accepted, and which clients there are.
+
+Whatever is wrong with one client, or with the daemon's own descriptors, the next is accepted.
+"""
+
+import asyncio
+import grp
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from kvstore.core import holds
+from kvstore.logs import logger
+from kvstore.server.calls import Node
+from kvstore.server.frames import Partial, turn_away, watch
+from kvstore.server.session import ClientSession
+from kvstored.v1 import kvstore_pb2 as pb
+
+log = logger("kvstored.session")
+
+BACKLOG = 1024
+"""Connections that wait to be accepted; a client that does not wait (a time-out in Python) is refused above this."""
+
+ACCEPTS_A_TURN = 128
+
+ACCEPT_AGAIN_S = 1.0
+"""Until it is tried again, where the daemon has no descriptor left."""
+
+CLIENTS_MAX = 2 * holds.SESSIONS_MAX
+"""Connections and dead sessions together; a further connection is closed at once."""
+
+
+class SessionServer:
+    """Accepts sessions on one Unix socket."""
+
+    def __init__(self, node: Node, path: Path, stats: Callable[[], pb.StatsReply]) -> None:
+        self.node = node
+        self.path = path
+        self.stats = stats
+        self.loop = asyncio.get_running_loop()
+        self.pid = os.getpid()
+        self.clients: set[ClientSession] = set()
+        self.by_nonce: dict[int, ClientSession] = {}
+        self.partial = Partial()
+        self._socket: socket.socket | None = None
+
+    def listen(self, group: str = "") -> None:
+        """Binds the socket, mode 0600 from the start (0660 for `group`), and accepts from now on.
+
+        Raises KeyError where there is no such group, and OSError.
+        """
+        number = grp.getgrnam(group).gr_gid if group else -1
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        before = os.umask(0o177)
+        try:
+            self._socket.bind(str(self.path))
+        finally:
+            os.umask(before)
+        if group:
+            os.chown(self.path, -1, number)  # before the mode: until then the socket is its owner's alone
+            self.path.chmod(0o660)
+            self._check_way(group, number)
+        self._socket.listen(BACKLOG)
+        watch(self.loop, self._socket.fileno(), self._accept)
+
+    def _check_way(self, group: str, number: int) -> None:
+        """Whoever may open the socket must be let into its directory, too."""
+        found = self.path.parent.stat()
+        if not (found.st_mode & 0o001 or (found.st_gid == number and found.st_mode & 0o010)):
+            log.warning(
+                "the socket's group is not let into its directory", group=group, directory=str(self.path.parent)
+            )
+
+    def make_place(self) -> None:
+        """Where the table of sessions is full, forgets one that ended holding nothing."""
+        if len(self.node.store.sessions) < holds.SESSIONS_MAX:
+            return
+        for client in self.clients:
+            session = client.session
+            if client.connection.closed and session is not None and not session.held_bytes:
+                self.node.store.end_session(session, process_gone=True)
+                client.forget()
+                return
+
+    def close(self) -> None:
+        """Ends every session and unlinks the socket."""
+        if self._socket is None:
+            return
+        self.loop.remove_reader(self._socket)
+        self._socket.close()
+        self.path.unlink(missing_ok=True)
+        for client in list(self.clients):
+            client.connection.close()
+            client.forget()
+
+    def _accept(self) -> None:
+        assert self._socket is not None
+        for _ in range(ACCEPTS_A_TURN):
+            try:
+                sock, _ = self._socket.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as e:
+                # Out of descriptors: those who wait stay in the backlog; try again when some are closed.
+                log.error("a client cannot be accepted", reason=e.strerror)  # noqa: TRY400
+                self.loop.remove_reader(self._socket)
+                self.loop.call_later(ACCEPT_AGAIN_S, self._accept_again)
+                return
+            if len(self.clients) >= CLIENTS_MAX:
+                turn_away(sock, f"{CLIENTS_MAX} clients are connected already", pb.RESOURCE_EXHAUSTED)
+                continue
+            self._begin(sock)
+
+    def _begin(self, sock: socket.socket) -> None:
+        """One client more; whatever is wrong with it, the others are accepted."""
+        try:
+            client = ClientSession(self, sock)
+        except OSError as e:
+            log.warning("a client went away at once", reason=e.strerror)
+            sock.close()
+            return
+        self.clients.add(client)
+        try:
+            client.start()
+        except Exception:
+            self.node.internal_errors += 1
+            log.exception("a client cannot be watched")
+            client.connection.close()
+
+    def _accept_again(self) -> None:
+        if self._socket is not None and self._socket.fileno() >= 0:
+            watch(self.loop, self._socket.fileno(), self._accept)
