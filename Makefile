@@ -11,6 +11,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 PY := .venv/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --no-input
 GENERATED := protos/kvstored/v1
+NODE_CLIENT := tests/node/node_modules/.stamp
 # A directory joins the checks with its first Python file.
 CHECKED := $(foreach d,kvstore client/kvstore_client client/demo protos/kvstored tests bench,\
 	$(if $(shell find $(d) -name '*.py' -print -quit 2>/dev/null),$(d)))
@@ -107,4 +108,20 @@ clean:  ## remove caches and build output (.venv/ and .venv-peers/ stay)
 			exit 1; \
 		fi; \
 	fi
+	@touch $@
+
+# The client in another language that the tests run. Debian has Node; root may have it installed.
+$(NODE_CLIENT): tests/node/package.json tests/node/package-lock.json
+	@if ! command -v node >/dev/null || ! command -v npm >/dev/null; then \
+		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+			echo "installing nodejs and npm ..."; \
+			export DEBIAN_FRONTEND=noninteractive; \
+			apt-get update -qq && apt-get install -y -qq --no-install-recommends nodejs npm >/dev/null; \
+		else \
+			echo "make: the tests need node and npm: run 'apt-get install -y nodejs npm' as root, then make again" >&2; \
+			exit 1; \
+		fi; \
+	fi
+	@echo "installing the Node client of the tests ..."
+	@cd tests/node && npm ci --silent
 	@touch $@

@@ -45,7 +45,7 @@ Until then each message has pages that are new to the process: a third of a stre
 
 RECONNECT_FIRST_S, RECONNECT_MAX_S = 0.05, 0.5
 TOKEN_BYTES_MAX = 4096
-HANDSHAKE = "handshake"
+NO_TRUST = ("handshake", "verification")
 """In gRPC's words where TLS did not come about."""
 
 KEEPALIVE_S, KEEPALIVE_TIMEOUT_S = 3.0, 5.0
@@ -166,7 +166,7 @@ class Channel:
             return FailedPrecondition("the client is closed")
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
             hint = "is it running, with server.grpc?"
-            if HANDSHAKE in details.lower():
+            if any(word in details.lower() for word in NO_TRUST):
                 hint = f"its certificate must name this host and be signed by {self._trust.authorities}"
             return Unavailable(f"no kvstored answers on {self.endpoint} ({details}); {hint}")
         if code is grpc.StatusCode.UNIMPLEMENTED:

@@ -8,7 +8,6 @@ put works. No counter changes, no order changes, no segment changes hands.
 Between `taken` and its end nothing else may touch the store.
 """
 
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from kvstore.core.evict import PoolOrder
 from kvstore.core.holds import TENANTS_MAX, Namespace, Tenant
 from kvstore.core.segments import PAGE_BYTES, Pool
 from kvstore.core.store import Store
-from kvstored.v1 import KEY_BYTES
 from kvstored.v1.errors import ResourceExhausted
 
 PROBE_TENANT = TENANTS_MAX
@@ -42,11 +40,11 @@ class Trial:
 class Probe:
     """Puts and takes back one block of one store."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, key: bytes) -> None:
+        """`key` is one that nobody can ask for. Always the same, so that the index has one trace of it at most."""
         self.store = store
         self.tenant = Tenant(PROBE_TENANT, "")
-        self.key = secrets.token_bytes(KEY_BYTES)
-        """Nobody can ask for it. Always the same one, so that the index has one trace of it at most."""
+        self.key = key
         self._order = PoolOrder(BlockTable())
         """For a segment that is lent; a probe is never in any order."""
 

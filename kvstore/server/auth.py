@@ -106,8 +106,9 @@ def _refused(path: Path, why: str) -> StartupError:
 
 def _private_text(path: Path) -> str:
     """The text of a regular file that is its owner's alone."""
-    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
-        status = os.fstat(file.fileno())
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise _refused(path, "is not a regular file")
         if status.st_mode & 0o077:
@@ -116,7 +117,10 @@ def _private_text(path: Path) -> str:
             )
         if status.st_uid not in (os.geteuid(), 0):
             raise _refused(path, f"belongs to uid {status.st_uid}, not to the daemon's own user or root")
-        content = file.read(FILE_BYTES_MAX + 1)
+        with open(descriptor, "rb", closefd=False) as file:
+            content = file.read(FILE_BYTES_MAX + 1)
+    finally:
+        os.close(descriptor)
     if len(content) > FILE_BYTES_MAX:
         raise _refused(path, f"is larger than {FILE_BYTES_MAX} bytes")
     return content.decode()

@@ -17,6 +17,7 @@ from kvstore.core.block import NONE
 from kvstore.core.probe import PROBE_TENANT, Probe, Trial
 from kvstore.logs import logger
 from kvstore.server.calls import Node
+from kvstored.v1 import KEY_BYTES
 from kvstored.v1.errors import KVStoreError
 
 log = logger("kvstored.ready")
@@ -50,7 +51,7 @@ class Readiness:
         """`late_s` answers how much later than it should the event loop turned lately."""
         self._node = node
         self._late_s = late_s
-        self._probe = Probe(node.store)
+        self._probe = Probe(node.store, secrets.token_bytes(KEY_BYTES))
 
     def check(self) -> Answer:
         """Everything at once, in well under a millisecond."""

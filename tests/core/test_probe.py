@@ -63,7 +63,7 @@ def scene() -> Scene:
 
 @pytest.fixture
 def probe(scene: Scene) -> Probe:
-    return Probe(scene.store)
+    return Probe(scene.store, key_of("nobody's"))
 
 
 def test_before_the_first_client_a_segment_is_lent_and_is_nobodys_again(scene: Scene, probe: Probe) -> None:
@@ -79,7 +79,7 @@ def test_with_blocks_there_a_free_slot_is_taken_and_given_back(probe: Probe, sce
 
 def test_the_last_free_slot_of_a_segment_comes_back_to_its_place() -> None:
     scene = Scene(64, in_segment=4)
-    probe = Probe(scene.store)
+    probe = Probe(scene.store, key_of("nobody's"))
     refs = scene.reserve(7)
     scene.commit(chain("a", 3), refs[:3])
     for _ in range(3):
@@ -126,7 +126,7 @@ def test_where_sessions_hold_as_much_as_they_may_it_is_refused_as_a_put_is(scene
 
 def test_before_there_is_memory_it_is_refused() -> None:
     scene = Scene(ready=False)
-    with pytest.raises(ResourceExhausted, match="no memory yet"), Probe(scene.store).taken():
+    with pytest.raises(ResourceExhausted, match="no memory yet"), Probe(scene.store, key_of("nobody's")).taken():
         pass
     scene.check()
 

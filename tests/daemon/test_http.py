@@ -333,7 +333,7 @@ def test_scrapes_in_a_loop_slow_down_nobody(node: RunningDaemon) -> None:
     assert min(answered) > 5, "all of them were answered"
     assert sum(answered[n] for n in range(8) if n % 4) < 3.5 * 11 * 6, "not more often than is good for the others"
     assert max(calls) < 0.5
-    assert sorted(puts)[int(len(puts) * 0.99)] < 0.1
+    assert sorted(puts)[int(len(puts) * 0.99)] < 0.25
     assert anonymous_bytes(node.pid) - memory < 32 << 20
 
 

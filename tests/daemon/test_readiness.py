@@ -201,7 +201,7 @@ def asked_while_stopped(daemon: RunningDaemon) -> dict[str, Any]:
     answers: list[dict[str, Any]] = []
     asking = threading.Thread(target=lambda: answers.append(json.loads(ask(daemon, "/readyz")[2])))
     asking.start()
-    threading.Event().wait(2.0)
+    threading.Event().wait(1.8)
     daemon.resume()
     asking.join(20)
     return answers[0]
@@ -215,11 +215,11 @@ def test_a_daemon_that_stops_says_so_to_whoever_asks(node: RunningDaemon) -> Non
         ask(node, "/readyz")
 
 
-@pytest.mark.parametrize("page", ["/readyz", "/metrics", "/"])
-def test_pages_say_nothing_of_what_is_stored(node: RunningDaemon, page: str) -> None:
+def test_pages_say_nothing_of_what_is_stored(node: RunningDaemon) -> None:
     with Client(node.endpoint, name="secret-client") as client:
         ns = client.raw_namespace("secret-namespace", BLOCK)
         ns.put([ns.key(b"secret-key")], [b"secret-bytes" * (BLOCK // 12) + b"...."])
-        body = ask(node, page)[2]
-        assert b"secret" not in body
-        assert ns.key(b"secret-key").hex().encode()[:12] not in body
+        for page in ("/readyz", "/metrics", "/"):
+            body = ask(node, page)[2]
+            assert b"secret" not in body
+            assert ns.key(b"secret-key").hex().encode()[:12] not in body

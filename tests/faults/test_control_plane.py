@@ -187,12 +187,6 @@ def test_whatever_callers_leave_standing_is_less_than_all_calls() -> None:
     assert standing < grpc_service.RPCS_MAX
 
 
-def test_a_call_whose_message_never_comes_ends(node: RunningDaemon) -> None:
-    with opened(node, {"small calls without a message": 4}, 4) as idle:
-        eventually(lambda: len(idle.codes()) == 4, grpc_service.UNSAID_WAIT_S + 3.0, "the wait to be over")
-        assert set(idle.codes()) == {grpc.StatusCode.DEADLINE_EXCEEDED}
-
-
 FORK = """
     import os, sys, time
     from kvstore_client import Client, FailedPrecondition

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_client import Client
+from kvstore_client import Client, Unauthenticated, admin
+from kvstored.v1 import kvstore_pb2 as pb
+from tests.certificates import Authority, guarded, secure_endpoint, token, write_tokens
 from tests.conftest import KVSTORED, RunningDaemon, eventually
 from tests.faults.conftest import Program
 from tests.nodes import running
@@ -171,17 +173,68 @@ def test_a_socket_for_grpc_is_the_users_alone(tmp_path: Path) -> None:
         assert stat.S_IMODE((tmp_path / "grpc.sock").stat().st_mode) == 0o600
 
 
-@pytest.mark.parametrize(
-    "address", ["0.0.0.0:50051", "[::]:50051", "*:50051", ":50051", "192.0.2.1:50051", "localhost.localdomain:50051"]
-)
-def test_an_address_that_others_reach_is_refused(address: str, tmp_path: Path) -> None:
-    command = [str(KVSTORED), "--set", f"server.grpc={address}", "--set", f"server.socket={tmp_path}/kv.sock"]
-    command += ["--set", f"server.state_dir={tmp_path}/state", "--set", "host.size=4MiB"]
+OPEN = ["0.0.0.0:50051", "[::]:50051", "*:50051", ":50051", "192.0.2.1:50051", "localhost.localdomain:50051"]
+GUARDS = ("tls_cert", "tls_key", "tokens")
+
+
+def started(directory: Path, **server: str) -> "subprocess.CompletedProcess[str]":
+    """A daemon that does not start."""
+    command = [str(KVSTORED), "--set", f"server.socket={directory}/kv.sock", "--set", "host.size=4MiB"]
+    for key, value in {"state_dir": f"{directory}/state", **server}.items():
+        command += ["--set", f"server.{key}={value}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    assert done.returncode == 2
-    assert "server.grpc" in done.stderr
-    assert "loopback" in done.stderr
-    assert not (tmp_path / "kv.sock").exists()
+    assert done.returncode == 2, done.stderr
+    assert not (directory / "kv.sock").exists()
+    return done
+
+
+@pytest.mark.parametrize("listener", ["grpc", "http"])
+@pytest.mark.parametrize("address", OPEN)
+def test_an_address_that_others_reach_is_refused(address: str, listener: str, tmp_path: Path) -> None:
+    said = started(tmp_path, **{listener: address}).stderr
+    assert f"server.{listener}" in said
+    assert "loopback" in said
+    assert "missing: server.tls_cert, server.tls_key, server.tokens" in said
+
+
+@pytest.mark.parametrize("missing", GUARDS)
+@pytest.mark.parametrize("listener", ["grpc", "http"])
+def test_two_of_three_guards_are_not_enough_and_the_third_is_named(missing: str, listener: str, tmp_path: Path) -> None:
+    there = {guard: str(tmp_path / guard) for guard in GUARDS if guard != missing}
+    said = started(tmp_path, **{listener: "0.0.0.0:0"}, **there).stderr
+    assert f"missing: server.{missing};" in said
+
+
+def test_a_file_of_tokens_that_others_may_read_keeps_it_from_starting(tmp_path: Path) -> None:
+    certificate, key = Authority(tmp_path).issue("kvstored")
+    tokens = write_tokens(tmp_path / "tokens")
+    tokens.chmod(0o640)
+    guards = {"tls_cert": str(certificate), "tls_key": str(key), "tokens": str(tokens)}
+    assert "server.tokens" in started(tmp_path, grpc="0.0.0.0:0", **guards).stderr
+    tokens.chmod(0o600)
+    _, other = Authority(tmp_path).issue("other")
+    said = started(tmp_path, grpc="0.0.0.0:0", **(guards | {"tls_key": str(other)})).stderr
+    assert "server.tls_cert, server.tls_key" in said
+
+
+def test_with_all_three_it_is_open_to_who_has_a_token_and_to_nobody_else(tmp_path: Path) -> None:
+    """Unauthenticated evict and clear are what the reports were about."""
+    with running(server__grpc="0.0.0.0:0", host__size="16MiB", **guarded(tmp_path)) as daemon:
+        (_, address), *_ = internet_sockets(daemon.pid)
+        assert set(address.partition(":")[0]) == {"0"}, "a wildcard, as was asked for"
+        ca, endpoint = str(tmp_path / "ca.pem"), secure_endpoint(daemon)
+        for token_said in ("", "0123456789abcdef"):
+            with pytest.raises(Unauthenticated):
+                Client(endpoint, ca=ca, token=token_said)
+        with Client(endpoint, ca=ca, token=token("engine")) as client:
+            ns = client.raw_namespace("secret", 4096)
+            assert ns.put([ns.key(b"x")], b"s" * 4096).stored == 1
+            with pytest.raises(Unauthenticated, match="admin = true"):
+                admin.evict(client, pb.EvictRequest(all=True))
+            assert ns.match([ns.key(b"x")]).blocks == 1
+            ns.clear()
+        with Client(endpoint, ca=ca, token=token("operator")) as operator:
+            admin.evict(operator, pb.EvictRequest(all=True))
 
 
 def test_it_opens_nothing_more_while_it_works(default: Default) -> None:

@@ -441,4 +441,4 @@ def test_looking_at_many_blocks_and_evicting_them_holds_up_nobody() -> None:
             done.set()
             writer.join()
         assert failed == []
-        assert sorted(took)[int(len(took) * 0.99)] < 0.05
+        assert sorted(took)[int(len(took) * 0.99)] < 0.25, "one step of it is a few milliseconds"

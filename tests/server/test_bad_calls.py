@@ -353,7 +353,12 @@ def test_segments_of_nobody_and_of_another_tenant_are_left_out(scene: Scene) -> 
 def test_counts_that_a_client_makes_up_do_not_break_the_stats(scene: Scene, watch: Watch) -> None:
     """They are 64 bits on the wire: a sum that does not fit would end every later answer."""
     most = 2**64 - 1
-    calls: dict[str, Any] = {"calls": most, "calls_hit": most, "latencies": [most] + [0] * (BUCKETS - 1), "seconds": 1e308}
+    calls: dict[str, Any] = {
+        "calls": most,
+        "calls_hit": most,
+        "latencies": [most] + [0] * (BUCKETS - 1),
+        "seconds": 1e308,
+    }
     report: dict[str, Any] = {"namespace_id": scene.number, "hits": most, "misses": most, **calls}
     for operation in (pb.OPERATION_GET, pb.OPERATION_MATCH, pb.OPERATION_PUT):
         for _ in range(3):

@@ -277,6 +277,20 @@ def test_streams_without_end_leave_the_small_calls_alone() -> None:
     with_edge(scenario)
 
 
+def test_a_call_whose_message_never_comes_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_service, "UNSAID_WAIT_S", 0.2)
+
+    async def scenario(scene: Scene) -> None:
+        for name in ("Health", "Match", "Clear", "Get"):
+            call = scene.channel.stream_unary(f"/kvstored.v1.KVStore/{name}")()
+            with refused(Code.DEADLINE_EXCEEDED, "did not come within 0.2 s"):
+                await call
+            with refused(Code.INVALID_ARGUMENT, "a call without a message"):
+                await scene.channel.stream_unary(f"/kvstored.v1.KVStore/{name}")(iter([]))
+
+    with_edge(scenario)
+
+
 def test_where_nothing_can_be_freed_a_put_is_refused_at_once() -> None:
     async def scenario(scene: Scene) -> None:
         block_bytes = 1 << 20

@@ -24,7 +24,7 @@ openmetrics: Any = prometheus_client.openmetrics.exposition.generate_latest
 openmetrics_families: Any = prometheus_client.openmetrics.parser.text_string_to_metric_families
 
 RENDER_S = 0.02
-"""With 64 tenants, 1,024 sessions and every call there is; 4 ms where nothing else runs, a third of it for the stats."""
+"""With 64 tenants, 1,024 sessions and every call there is; 4 ms where nothing else runs, a third of it the stats."""
 
 HOSTILE = 'a"} 1\nkvstored_blocks 7\n# EOF\n\\"{}'
 
