@@ -53,6 +53,12 @@ smaller, whatever callers do, so that there is always room for those that are an
 CONNECTION_STREAMS_MAX = 2048
 """HTTP/2 streams of one connection: far above RPCS_MAX, because what exceeds this one waits unseen in the client."""
 
+CONNECTIONS_MAX = 1024
+"""At once; further ones are closed. Each costs a descriptor and some 50 KiB."""
+
+HANDSHAKE_S = 5.0
+"""A connection that has not said by then that it speaks HTTP/2 (and TLS) is closed."""
+
 MESSAGE_BYTES_MAX = 4 << 20
 FRAME_BYTES = 4 << 20
 """HTTP/2 frames that are taken; with gRPC's 16 KiB a Get of 2 MiB blocks is a tenth slower."""
@@ -108,6 +114,8 @@ class GrpcEdge:
                 ("grpc.http2.max_frame_size", FRAME_BYTES),
                 ("grpc.http2.min_ping_interval_without_data_ms", int(PING_INTERVAL_MIN_S * 1000)),
                 ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1000)),
+                ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX),
             ],
         )
         own = grpc.method_handlers_generic_handler(SERVICE, self._handlers())

@@ -34,7 +34,7 @@ def node(daemon: RunningDaemon) -> Node:
     """Runs client.js; answers what it printed."""
     target = daemon.grpc_endpoint.replace("grpc+unix://", "unix:").removeprefix("grpc://")
     if not (HERE / "node_modules" / "@grpc").is_dir():
-        pytest.fail(f"the Node client is not installed: `make tests/node/node_modules/.stamp`")
+        pytest.fail("the Node client is not installed: `make tests/node/node_modules/.stamp`")
 
     def run(command: str, *arguments: object) -> dict[str, Any]:
         done = subprocess.run(
