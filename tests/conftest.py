@@ -24,6 +24,9 @@ START_S = 60.0
 STOP_S = 20.0
 KVSTORED = Path(sys.executable).parent / "kvstored"
 
+# A shell starts what runs in its background with SIGINT ignored, and so would be whatever we start: they get it again.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 class RunningDaemon:
     """One kvstored process of a test's."""
