@@ -34,7 +34,7 @@ format: .venv/.stamp-dev  ## format the code and mend what ruff can mend
 	.venv/bin/ruff format .
 	.venv/bin/ruff check --fix .
 
-test: .venv/.stamp-dev .venv/.stamp-systemd  ## all tests; ARGS='-m "not stress"' or ARGS=tests/core for fewer
+test: .venv/.stamp-dev .venv/.stamp-systemd $(NODE_CLIENT)  ## all tests; ARGS='-m "not stress"' or ARGS=tests/core for fewer
 	$(PY) -m pytest -q $(ARGS)
 
 demo: .venv/.stamp-demo  ## a prefix computed by one process, reused by another
