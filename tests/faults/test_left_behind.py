@@ -68,8 +68,8 @@ def users_of(inodes: set[int]) -> set[int]:
 
 
 def named_memory() -> set[str]:
-    """Everything in the file systems that shared memory may be left in."""
-    return {str(path) for path in Path("/dev/shm").rglob("*")} if Path("/dev/shm").exists() else set()
+    """Everything in the file system that shared memory may be left in, but for semaphores of other programs."""
+    return {str(path) for path in Path("/dev/shm").rglob("*") if not path.name.startswith("sem.mp-")}
 
 
 def shared_bytes() -> int:
