@@ -166,6 +166,7 @@ class ReflectionService:
 
     async def _info(self, _: Any, context: Any) -> None:
         async def work() -> None:
+            await context.send_initial_metadata(())  # ahead of what may be cut off: see GrpcEdge._get
             with self._places.one():
                 async with unstalled(
                     REFLECTION_IDLE_S, "the next question did not come", "a bound of the daemon"

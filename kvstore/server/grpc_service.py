@@ -269,6 +269,9 @@ class GrpcEdge:
         async def work() -> None:
             request = parsed(self.node, pb.GetRequest, await self._message(context))
             caller = self._caller(context)
+            # By itself it would go with the first message. Where that one is cut off, by the end of the session,
+            # gRPC sends it again with the status, fails at that, and the caller never gets a status (seen).
+            await context.send_initial_metadata(())
             with self._session(caller) as session:
                 async with unstalled(self.node.lease_ttl_s, "the last chunk was not taken") as limit:
                     stream = GetStream(self.node, session, context, limit)

@@ -3,6 +3,7 @@
 The program here speaks the raw socket and generated stubs; nothing of the SDK is used.
 """
 
+import asyncio
 import contextlib
 import mmap
 import os
@@ -16,6 +17,7 @@ from typing import Any
 import grpc
 import pytest
 
+from kvstore.server.grpc_streams import GetStream
 from kvstored.v1 import PROTOCOL
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.kvstore_pb2_grpc import KVStoreStub
@@ -375,10 +377,50 @@ def test_the_store_is_sound_wherever_a_session_ends_under_its_streams() -> None:
             scene.store.end_session(session, process_gone=True)
             with refused(Code.UNAUTHENTICATED, "ends with the session's socket"):
                 await put
-            get.cancel()
+            with refused(Code.UNAUTHENTICATED):
+                while await get.read() is not grpc.aio.EOF:
+                    pass
+                await get
             await scene.idle()
             assert await scene.match(1, keys_of("x")) == 0
         assert not len(scene.node.bindings)
         assert not scene.node.internal_errors
+
+    with_edge(scenario)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2])
+def test_a_get_that_is_cut_off_in_any_of_its_messages_gets_its_status(
+    monkeypatch: pytest.MonkeyPatch, cut: int
+) -> None:
+    """Also in the first: gRPC had begun to send the initial metadata with it, and never sent a status."""
+    write = GetStream._write
+
+    async def scenario(scene: Scene) -> None:
+        number = await scene.namespace(BLOCK)
+        keys = [block(i, 32) for i in range(4)]
+        await scene.put(number, keys, [bytes(BLOCK)] * 4)
+        session = scene.store.open_session(
+            scene.store.tenant("default"), "bound", 0.0, local=True, read_only=False, pid=1, nonce=0
+        )
+        written = 0
+
+        async def cut_off(self: GetStream, message: bytes) -> None:
+            nonlocal written
+            written += 1
+            if written == cut + 1:
+                # Before the loop can learn that the message is out.
+                asyncio.get_running_loop().call_soon(scene.node.bindings.end, session)
+            await write(self, message)
+
+        monkeypatch.setattr(GetStream, "_write", cut_off)
+        metadata = (("kvstored-session", scene.node.bindings.bind(session).hex()),)
+        get = scene.stub.Get(pb.GetRequest(namespace_id=number, keys=keys), metadata=metadata)
+        async with asyncio.timeout(WAIT_S):
+            with refused(Code.UNAUTHENTICATED, "ends with the session's socket"):
+                while await get.read() is not grpc.aio.EOF:
+                    pass
+                await get
+        scene.store.end_session(session, process_gone=True)
 
     with_edge(scenario)
