@@ -24,7 +24,7 @@ import grpc.experimental
 
 from kvstored.v1 import PROTOCOL, errors
 from kvstored.v1 import kvstore_pb2 as pb
-from kvstored.v1.endpoint import CA_VARIABLE, TOKEN_FILE_VARIABLE
+from kvstored.v1.endpoint import CA_VARIABLE, TOKEN_FILE_VARIABLE, token_of_file
 from kvstored.v1.errors import FailedPrecondition, InvalidArgument, KVStoreError, Unavailable
 
 log = logging.getLogger("kvstore_client")
@@ -44,7 +44,6 @@ FREED_ONCE_BYTES = 8 << 20
 Until then each message has pages that are new to the process: a third of a stream's time."""
 
 RECONNECT_FIRST_S, RECONNECT_MAX_S = 0.05, 0.5
-TOKEN_BYTES_MAX = 4096
 NO_TRUST = ("handshake", "verification")
 """In gRPC's words where TLS did not come about."""
 
@@ -193,7 +192,8 @@ class Trust:
         if scheme == "grpc+unix":
             return cls()
         if token is None:
-            token = _token_of_file(os.environ.get(TOKEN_FILE_VARIABLE, ""))
+            name = os.environ.get(TOKEN_FILE_VARIABLE)
+            token = token_of_file(name) if name else ""
         if not token.isascii() or not token.isprintable() or " " in token:
             raise InvalidArgument("the token is not printable ASCII without spaces")
         if token and scheme == "grpc" and not _is_loopback(rest):
@@ -209,20 +209,6 @@ class Trust:
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What every call carries of it."""
         return (("authorization", f"Bearer {self.token}"),) if self.token else ()
-
-
-def _token_of_file(name: str) -> str:
-    """The one line of a file; "" where none is named."""
-    if not name:
-        return ""
-    try:
-        with Path(name).open(encoding="ascii") as file:
-            token = file.read(TOKEN_BYTES_MAX + 1).strip()
-    except (OSError, UnicodeDecodeError) as e:
-        raise InvalidArgument(f"the token file {name} cannot be read: {e}") from e
-    if not token or len(token) > TOKEN_BYTES_MAX:
-        raise InvalidArgument(f"the token file {name} is not one line with a token")
-    return token
 
 
 def _is_loopback(rest: str) -> bool:

@@ -1,18 +1,16 @@
 """How `kvstore-cli` reaches a daemon, and what becomes of what goes wrong: a message and an exit status."""
 
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
 from kvstore.cli.tables import plain
-from kvstored.v1.endpoint import ENDPOINT_VARIABLE, default_endpoint
+from kvstored.v1.endpoint import ENDPOINT_VARIABLE, TOKEN_FILE_VARIABLE, default_endpoint, token_of_file
 from kvstored.v1.errors import InvalidArgument, KVStoreError, Unavailable
 
 if TYPE_CHECKING:
@@ -24,9 +22,6 @@ EXIT_NOT_FOUND = 3
 EXIT_HELP = (
     "Exit status: 0 done; 1 the daemon cannot be reached or refuses, or you said no; 2 wrong usage; 3 not found."
 )
-
-TOKEN_VARIABLE = "KVSTORED_TOKEN_FILE"  # noqa: S105 (the name of a variable)
-TOKEN_BYTES_MAX = 4096
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -52,7 +47,7 @@ def way_options(command: F) -> F:
         f"default: ${ENDPOINT_VARIABLE}, then the usual socket.",
     )
     token = click.option(
-        "--token-file", metavar="FILE", help=f"For a daemon that asks for a token; default: ${TOKEN_VARIABLE}."
+        "--token-file", metavar="FILE", help=f"For a daemon that asks for a token; default: ${TOKEN_FILE_VARIABLE}."
     )
     return endpoint(token(command))
 
@@ -76,10 +71,9 @@ def connected(way: Way) -> Iterator["Client"]:
     endpoint = way.endpoint or default_endpoint()
     logging.getLogger("kvstore_client").setLevel(logging.CRITICAL)  # what went wrong is said once, below
     options: dict[str, Any] = {"name": "kvstore-cli"}
-    token = _token(way)
-    if token:
-        options["token"] = token
     try:
+        if way.token_file:
+            options["token"] = token_of_file(way.token_file)
         with Client(endpoint, **options) as client:
             yield client
     except Unavailable as error:
@@ -93,21 +87,6 @@ def connected(way: Way) -> Iterator["Client"]:
         fail(str(error), EXIT_USAGE)
     except KVStoreError as error:
         fail(f"the daemon at {endpoint} refused: {error}", EXIT_UNREACHABLE)
-
-
-def _token(way: Way) -> str:
-    """The token in the file that was named; "" where none was."""
-    name = way.token_file or os.environ.get(TOKEN_VARIABLE)
-    if not name:
-        return ""
-    try:
-        with Path(name).open(encoding="ascii") as file:
-            token = file.read(TOKEN_BYTES_MAX).strip()
-    except (OSError, UnicodeDecodeError) as error:
-        fail(f"token file {name}: {error}", EXIT_USAGE)
-    if not token or not token.isprintable():
-        fail(f"token file {name}: not one line with a token", EXIT_USAGE)
-    return token
 
 
 def confirm(question: str, *, yes: bool) -> None:

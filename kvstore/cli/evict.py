@@ -20,13 +20,12 @@ from kvstore.cli.connection import (
 )
 from kvstore.cli.tables import count, human_bytes, percent
 from kvstore.config.values import Refused, parse_size_bytes
-from kvstored.v1 import KEY_BYTES, KEYS_MAX
+from kvstored.v1 import DIGEST_PREFIX_BYTES_MIN, KEY_BYTES, KEYS_MAX
 from kvstored.v1 import kvstore_pb2 as pb
 
 if TYPE_CHECKING:
     from kvstore_client import Client
 
-PREFIX_BYTES_MIN = 4
 MUCH_BYTES = 1 << 30
 MUCH_SHARE = 0.1
 """More than this, of bytes or of the blocks there are, is asked about."""
@@ -93,7 +92,7 @@ def evict(
         raise click.UsageError("one of --namespace, --key or --keys-from, --bytes and --all is wanted")
     size_bytes = _size(size) if size is not None else 0
     names = _keys(keys, keys_from)
-    prefix = hex_bytes(namespace, "namespace", PREFIX_BYTES_MIN, KEY_BYTES) if namespace is not None else b""
+    prefix = hex_bytes(namespace, "namespace", DIGEST_PREFIX_BYTES_MIN, KEY_BYTES) if namespace is not None else b""
     with connected(Way(endpoint, token_file).under(above)) as client:
         scope = Scope(client.stats(), tenant if size_bytes or everything else tenant or "default")
         if prefix:

@@ -17,13 +17,12 @@ from kvstore.cli.connection import (
     hex_bytes,
 )
 from kvstore.cli.tables import Column, Row, console, count, fields, human_bytes, human_seconds, rows, section, yes_no
-from kvstored.v1 import KEY_BYTES
+from kvstored.v1 import DIGEST_PREFIX_BYTES_MIN, KEY_BYTES
 from kvstored.v1 import kvstore_pb2 as pb
 
 if TYPE_CHECKING:
     from kvstore_client import Client
 
-PREFIX_BYTES_MIN = 4
 NUMBER_MAX = {"session": (1 << 64) - 1, "segment": (1 << 32) - 1}
 CHILDREN_SHOWN = 8
 SLOTS_SHOWN = 16
@@ -81,7 +80,9 @@ def _request(kind: str, name: str, tenant: str) -> pb.InspectRequest:
     if kind == "key":
         return pb.InspectRequest(tenant=tenant, key=hex_bytes(name, "key", KEY_BYTES, KEY_BYTES))
     if kind == "namespace":
-        return pb.InspectRequest(tenant=tenant, namespace=hex_bytes(name, "namespace", PREFIX_BYTES_MIN, KEY_BYTES))
+        return pb.InspectRequest(
+            tenant=tenant, namespace=hex_bytes(name, "namespace", DIGEST_PREFIX_BYTES_MIN, KEY_BYTES)
+        )
     if not (name.isascii() and name.isdecimal() and len(name) <= 20 and int(name) <= NUMBER_MAX[kind]):
         raise click.UsageError(f"{kind} {name[:80]!r} is not a number such as `kvstore-cli stats` shows")
     number = int(name)

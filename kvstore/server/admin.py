@@ -19,9 +19,9 @@ from kvstore.core.reclaim import Reclaimed
 from kvstore.core.segments import FREE, GRANTED, QUARANTINED, Segment
 from kvstore.logs import logger
 from kvstore.server import stats
-from kvstore.server.calls import TENANT, Node, checked_keys
+from kvstore.server.calls import Node, checked_keys, checked_tenant
 from kvstore.server.peer import Peer
-from kvstored.v1 import KEY_BYTES
+from kvstored.v1 import DIGEST_PREFIX_BYTES_MIN, KEY_BYTES
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.errors import FailedPrecondition, InvalidArgument, Unauthenticated
 from kvstored.v1.shm import ref_segment, ref_slot
@@ -34,7 +34,6 @@ STEP_ROWS = 1024
 COUNT_ROWS = 1 << 16
 """Rows in a step that only counts."""
 
-PREFIX_BYTES_MIN = 4
 CANDIDATES_NAMED = 8
 SLOTS_SHOWN = 256
 
@@ -52,10 +51,7 @@ def check_allowed(peer: Peer) -> None:
 
 def _tenant(node: Node, name: str) -> Tenant | None:
     """The tenant of that name; a question about one that nobody has used does not make it."""
-    name = name or "default"
-    if not TENANT.match(name):
-        raise InvalidArgument(f"tenant {name[:80]!r} is not 1 to 64 of the characters A-Z a-z 0-9 _ . -")
-    return node.store.tenants.get(name)
+    return node.store.tenants.get(checked_tenant(name))
 
 
 async def _in_steps(step: Callable[[int], int | None]) -> None:
@@ -77,7 +73,7 @@ async def inspect(node: Node, request: pb.InspectRequest) -> pb.InspectReply:
         if what == "key":
             _check_length("key", request.key, KEY_BYTES)
             return pb.InspectReply() if tenant is None else await _key(node, tenant, request.key)
-        _check_length("namespace", request.namespace, PREFIX_BYTES_MIN)
+        _check_length("namespace", request.namespace, DIGEST_PREFIX_BYTES_MIN)
         return pb.InspectReply() if tenant is None else await _namespace(node, tenant, request.namespace)
     if what == "session":
         session = node.store.sessions.get(request.session)

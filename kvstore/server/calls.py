@@ -87,12 +87,17 @@ def checked_keys(keys: Sequence[bytes]) -> Sequence[bytes]:
     return keys
 
 
-def tenant_named(store: Store, name: str) -> Tenant:
-    """The tenant that a client says it is; "" is "default"."""
+def checked_tenant(name: str) -> str:
+    """A tenant's name; "" is "default"."""
     name = name or "default"
     if not TENANT.match(name):
         raise InvalidArgument(f"tenant {name[:80]!r} is not 1 to 64 of the characters A-Z a-z 0-9 _ . -")
-    return store.tenant(name)
+    return name
+
+
+def tenant_named(store: Store, name: str) -> Tenant:
+    """The tenant that a client says it is, made at first sight."""
+    return store.tenant(checked_tenant(name))
 
 
 def printable(name: str) -> str:

@@ -3,12 +3,12 @@
 import ctypes
 import errno
 import os
-import socket
 from typing import Any
 
 import grpc
 
 from kvstore.instance import port_holder
+from kvstore.server.addresses import addresses_of, shown
 from kvstored.v1 import CHUNK_BYTES_MAX
 
 MAPPED_FROM_BYTES = CHUNK_BYTES_MAX + (64 << 10)
@@ -19,9 +19,6 @@ KEPT_BYTES = 16 << 20
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """From malloc.h."""
-
-WILDCARDS = {"": "0.0.0.0", "*": "0.0.0.0", "0.0.0.0": "0.0.0.0", "::": "[::]"}  # noqa: S104 (asked for, behind TLS)
-"""Hosts that mean all addresses; gRPC takes either spelling for those of both families."""
 
 Certificate = tuple[bytes, bytes]
 """Key and chain, PEM."""
@@ -59,38 +56,10 @@ def bind(server: Any, address: str, credentials: Any = None) -> str:
         return address
     host, _, port_text = address.rpartition(":")
     port = int(port_text)
-    plain = host.removeprefix("[").removesuffix("]")
-    if plain in WILDCARDS:
-        every = WILDCARDS[plain]
-        return f"{host}:{_add_port(server, f'{every}:{port}', (every.strip('[]'), port), credentials)}"
     # One by one: of a name with two addresses gRPC is content with one, and who got the other would get our calls.
-    for numeric in _addresses(plain):
-        shown = f"[{numeric}]" if ":" in numeric else numeric
-        port = _add_port(server, f"{shown}:{port}", (numeric, port), credentials)
+    for numeric in addresses_of(host, "server.grpc"):
+        port = _add_port(server, shown(numeric, port), (numeric, port), credentials)
     return f"{host}:{port}"
-
-
-def _addresses(host: str) -> list[str]:
-    """The addresses of this machine behind a host name."""
-    try:
-        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except socket.gaierror as e:
-        raise OSError(errno.EADDRNOTAVAIL, f"server.grpc: {host}: {e.strerror}") from e
-    found = [str(info[4][0]) for info in infos]
-    usable = [numeric for numeric in dict.fromkeys(found) if _is_ours(numeric)]
-    if not usable:
-        raise OSError(errno.EADDRNOTAVAIL, f"server.grpc: {host} is no address of this machine")
-    return usable
-
-
-def _is_ours(numeric: str) -> bool:
-    family = socket.AF_INET6 if ":" in numeric else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((numeric, 0))
-    except OSError:
-        return False
-    return True
 
 
 def _add_port(server: Any, address: str, tcp: tuple[str, int] | None, credentials: Any) -> int:

@@ -27,6 +27,7 @@ from aiohttp.web_protocol import RequestHandler
 
 from kvstore.instance import port_holder
 from kvstore.logs import logger
+from kvstore.server.addresses import addresses_of, family_of, shown
 from kvstore.server.frames import watch
 from kvstore.server.readiness import Answer
 
@@ -300,8 +301,8 @@ def listening(address: str) -> tuple[list[socket.socket], str]:
     host, _, port_text = address.rpartition(":")
     port, sockets = int(port_text), []
     try:
-        for family, numeric in _addresses(host.removeprefix("[").removesuffix("]")):
-            sockets.append(_tcp(family, numeric, port))
+        for numeric in addresses_of(host, "server.http"):
+            sockets.append(_tcp(numeric, port))
             port = sockets[-1].getsockname()[1]  # of a name with two addresses, both on one port
     except OSError:
         for sock in sockets:
@@ -310,26 +311,8 @@ def listening(address: str) -> tuple[list[socket.socket], str]:
     return sockets, f"{host}:{port}"
 
 
-def _addresses(host: str) -> list[tuple[int, str]]:
-    """The addresses of this machine behind a host: family and number."""
-    infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    found = dict.fromkeys((int(info[0]), str(info[4][0])) for info in infos)
-    ours = [place for place in found if _is_ours(*place)]
-    if not ours:
-        raise OSError(errno.EADDRNOTAVAIL, f"server.http: {host} is no address of this machine")
-    return ours
-
-
-def _is_ours(family: int, numeric: str) -> bool:
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((numeric, 0))
-    except OSError:
-        return False
-    return True
-
-
-def _tcp(family: int, numeric: str, port: int) -> socket.socket:
+def _tcp(numeric: str, port: int) -> socket.socket:
+    family = family_of(numeric)
     sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         if family == socket.AF_INET6:
@@ -341,8 +324,7 @@ def _tcp(family: int, numeric: str, port: int) -> socket.socket:
         sock.close()
         holder = port_holder(numeric, port) if e.errno == errno.EADDRINUSE else None
         why = f"{holder} listens there" if holder else str(e.strerror)
-        place = f"[{numeric}]:{port}" if family == socket.AF_INET6 else f"{numeric}:{port}"
-        message = f"server.http: cannot listen on {place}: {why}; stop it or choose another address"
+        message = f"server.http: cannot listen on {shown(numeric, port)}: {why}; stop it or choose another address"
         raise OSError(e.errno, message) from e
     return sock
 

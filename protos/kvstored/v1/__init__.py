@@ -8,6 +8,9 @@ PROTOCOL = 1
 PROTOCOL_OLDEST = 1
 
 KEY_BYTES = 32
+DIGEST_PREFIX_BYTES_MIN = 4
+"""A namespace may be named to an administrator by so much of its digest."""
+
 FRAME_BYTES_MAX = 1 << 20
 KEYS_MAX = 4096
 CHUNK_BYTES_MAX = 1 << 20
