@@ -103,7 +103,7 @@ def _match_row(client: Client, quick: bool) -> Row:
 
 def _messages(block: memoryview) -> list[bytes]:
     """A block's bytes as a client of kvstored cuts them, without checksums."""
-    return [chunks.encode_data(block[at : at + chunks.CHUNK_BYTES]) for at in range(0, len(block), chunks.CHUNK_BYTES)]
+    return [chunks.encode(block[at : at + chunks.CHUNK_BYTES]) for at in range(0, len(block), chunks.CHUNK_BYTES)]
 
 
 @contextmanager

@@ -1,15 +1,18 @@
 """The daemon: wires the parts, starts and stops them in order.
 
-Start: locks, checks of the machine, slab (prefaulted), indexes, store, a put and a get of
-its own, listeners, READY. Nothing listens before it can serve, and the session socket is
-the last to. Stop: listeners, sessions, memory, locks.
+Start: files and groups that settings name, locks, checks of the machine, addresses, slab
+(prefaulted), a put and a get of its own, listeners, READY. Making a large slab takes
+minutes, so whatever can be found wrong is found before it. Nothing listens before it can
+serve, and the session socket is the last to. Stop: listeners, sessions, memory, locks.
 """
 
 import asyncio
+import contextlib
 import ctypes
 import gc
 import secrets
 import signal
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
@@ -17,19 +20,20 @@ from typing import TYPE_CHECKING
 
 from kvstore import logs, machine
 from kvstore.config import Effective, Settings
+from kvstore.config.values import host_and_port
 from kvstore.core.probe import PROBE_TENANT
 from kvstore.core.segments import DropSegment, MakeSegment, segment_bytes_for
 from kvstore.core.store import Store
 from kvstore.errors import ConfigError, StartupError
-from kvstore.instance import InstanceLocks
+from kvstore.instance import InstanceLocks, group_number
 from kvstore.logs import logger
 from kvstore.loops import Loop
 from kvstore.sdnotify import Notifier
-from kvstore.server import stats
+from kvstore.server import addresses, stats
 from kvstore.server.auth import Access
 from kvstore.server.calls import Node
 from kvstore.server.listener import SessionServer
-from kvstore.server.readiness import Readiness
+from kvstore.server.readiness import Readiness, Troubles
 from kvstore.tiers.index import Indexes
 from kvstore.tiers.slab import Slab, SlabSegment
 from kvstored.v1 import kvstore_pb2 as pb
@@ -54,7 +58,7 @@ HEARTBEAT_S = 1.0
 WATCHDOG_SHARE = 3
 """The watchdog is told so many times in its interval: two in a row may come late."""
 
-EXIT_FAILED, EXIT_STARTUP = 1, 2
+EXIT_FAILED = 1
 GRPC_GRACE_S = 1.0
 """For calls under way when the daemon stops."""
 
@@ -69,13 +73,14 @@ def run(effective: Effective) -> int:
     logs.configure(server.log_level, server.log_format)
     _keep_heap_compact()
     try:
-        with InstanceLocks(server.socket, server.state_dir, server.grpc_socket, server.http_socket):
+        paths = server.socket, server.state_dir, server.grpc_socket, server.http_socket
+        with InstanceLocks(*paths, group=server.socket_group), logs.queued():
             return asyncio.run(_serve(settings))
     except StartupError as e:
-        if server.log_format == "text":
+        if server.log_format == "text" and not logs.stuck():
             raise
         log.error("cannot start", reason=str(e))  # noqa: TRY400 (the reason is all there is to say)
-        return EXIT_STARTUP
+        return e.exit_status
     except Exception:
         log.exception("the daemon failed")
         return EXIT_FAILED
@@ -164,7 +169,8 @@ class Daemon:
         ]
         if notifier.watchdog_s:
             self.loops.append(Loop("watchdog", notifier.watchdog_s / WATCHDOG_SHARE, notifier.alive))
-        self.readiness = Readiness(self.node, self.late_s)
+        self.readiness = Readiness(self.node, self.late_s, settings.evict.high)
+        self.troubles = Troubles(self.node, self.readiness.works)
         self._beat = time.monotonic()
         self._late_s = 0.0
         self.sessions: SessionServer | None = None
@@ -173,13 +179,14 @@ class Daemon:
         self._workers = ThreadPoolExecutor(2, thread_name_prefix="segment")
         self._jobs: set[asyncio.Task[None]] = set()
         self._memory: asyncio.Future[None] | None = None
-        self._last_problem = ""
 
     async def start(self) -> None:
         """Makes the memory, sees that a put and a get work, and begins to serve. Raises StartupError."""
         self.notifier.progress("making memory")
-        await self._make_slab()
+        self._check_machine()
         self.sessions = SessionServer(self.node, self.settings.server.socket, self.stats)
+        self._take_addresses(self.sessions)
+        await self._make_slab()
         self._beat = time.monotonic()
         for loop in self.loops:
             loop.start()
@@ -192,6 +199,30 @@ class Daemon:
         await self._listen()
         log.info(f"ready: serving on unix://{self.settings.server.socket}")
 
+    def _take_addresses(self, sessions: SessionServer) -> None:
+        """Binds the session socket, and sees that the ports of the others can be had, all at once.
+
+        They are given back: a port of gRPC cannot be bound without listening.
+        """
+        server = self.settings.server
+        group = group_number(server.socket_group) if server.socket_group else None
+        try:
+            sessions.bind(group)
+        except OSError as e:
+            raise StartupError(f"server.socket: cannot listen on {server.socket}: {e.strerror}") from e
+        with contextlib.ExitStack() as held:
+            taken: list[list[socket.socket]] = []
+            for setting, address in (("server.grpc", server.grpc), ("server.http", server.http)):
+                try:
+                    taken.append(addresses.bound(address, setting)[0] if host_and_port(address) else [])
+                except OSError as e:
+                    raise StartupError(e.strerror or str(e)) from e
+                for sock in taken[-1]:
+                    held.enter_context(sock)
+            both = addresses.shared(*taken)
+            if both:
+                raise ConfigError(f"server.http: {both} is an address of server.grpc as well; choose another port")
+
     async def _listen(self) -> None:
         """The addresses that another process may have first, so that who cannot start has had no client."""
         server = self.settings.server
@@ -201,12 +232,9 @@ class Daemon:
         if server.grpc:
             await self._start_grpc()
         try:
-            self.sessions.listen(server.socket_group)
-        except LookupError as e:
-            raise StartupError(f"server.socket_group: there is no group {server.socket_group} on this machine") from e
+            self.sessions.listen()
         except OSError as e:
-            what = f" for group {server.socket_group}" if server.socket_group else ""
-            raise StartupError(f"server.socket: cannot listen on {server.socket}{what}: {e.strerror}") from e
+            raise StartupError(f"server.socket: cannot listen on {server.socket}: {e.strerror}") from e
 
     async def _start_grpc(self) -> None:
         from kvstore.server.grpc_service import GrpcEdge  # a daemon without gRPC does not pay for its memory
@@ -265,10 +293,7 @@ class Daemon:
     def problems(self) -> list[str]:
         """Why the daemon is not healthy; empty when it is."""
         found = [f"background loop {loop.name}: {loop.last_error}" for loop in self.loops if loop.failing]
-        if self.node.internal_errors:
-            found.append(f"{self.node.internal_errors} internal errors in calls; see the log")
-        if self._last_problem:
-            found.append(self._last_problem)
+        found += self.troubles.names()
         if self.stopping:
             found.append("the daemon is stopping")
         return found
@@ -285,18 +310,21 @@ class Daemon:
             return False
         try:
             machine.check_huge_pages(host.size_bytes)
-        except ConfigError as e:
+        except StartupError as e:
             if host.huge_pages == "on":
                 raise
             log.warning("the slab uses 4 KiB pages", reason=str(e))
             return False
         return True
 
-    async def _make_slab(self) -> None:
+    def _check_machine(self) -> None:
         size_bytes = self.settings.host.size_bytes
         if not self._huge_pages:
             machine.check_memory(size_bytes)
         machine.check_descriptors(size_bytes // segment_bytes_for(size_bytes, self._huge_pages))
+
+    async def _make_slab(self) -> None:
+        size_bytes = self.settings.host.size_bytes
         sizes = {job.segment: job.size_bytes for job in self.store.take_jobs() if isinstance(job, MakeSegment)}
         begun = said = time.monotonic()
 
@@ -346,11 +374,11 @@ class Daemon:
         try:
             made: SlabSegment = await loop.run_in_executor(self._workers, self.slab.make, job.segment, job.size_bytes)
         except OSError as e:
-            self._last_problem = f"no memory for a segment of {job.size_bytes} bytes: {e}"
+            self.troubles.meet(f"no memory for a segment of {job.size_bytes} bytes: {e}")
             log.error("no memory for a segment", size_bytes=job.size_bytes, reason=str(e))  # noqa: TRY400
             self.store.segments.failed(job.segment)
         else:
-            self._last_problem = ""
+            self.troubles.meet("")
             self.slab.add(made)
             self.store.segments.made(job.segment)
         self._memory_came()
@@ -387,4 +415,5 @@ class Daemon:
         self._late_s, self._beat = now - self._beat - HEARTBEAT_S, now
         self.indexes.beat(time.monotonic_ns())
         logs.tell_suppressed()
+        self.troubles.settle(now)
         return False

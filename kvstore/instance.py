@@ -5,12 +5,16 @@ Whoever holds the flock on `<socket>.lock` owns the socket's path; whoever holds
 ends, so a lock that is free proves that no daemon is behind the path, and what a killed one
 left there may be removed. It is no proof that the killed one's memory is gone.
 
-Directories are made 0700 and files 0600 whatever the umask. Where others may write (/tmp),
-what they could have put in the way is refused, never used and never deleted.
+Directories are made 0700 and files 0600 whatever the umask; those on the way to a socket for
+a group let that group through. Where others may write (/tmp), what they could have put in
+the way is refused, never used and never deleted.
 """
 
 import contextlib
+import errno
 import fcntl
+import getpass
+import grp
 import ipaddress
 import os
 import shlex
@@ -26,6 +30,9 @@ from typing import Self
 
 from kvstore.config.values import Refused, parse_socket_path
 from kvstore.errors import ConfigError, StartupError
+from kvstore.logs import logger
+
+log = logger("kvstored.instance")
 
 PROC = Path("/proc")
 TCP_LISTEN = "0A"
@@ -35,6 +42,9 @@ COMMAND_CHARS_MAX = 200
 LOCK_SUFFIX = ".lock"
 STATE_LOCK_NAME = "kvstored.lock"
 CONNECT_TIMEOUT_S = 1.0
+ACCESS_LIST = "system.posix_acl_access"
+"""The attribute of a file whose group bits are the mask of a list, acl(5)."""
+
 LOCK_FILE_BYTES_MAX = 256
 LOCK_ATTEMPTS_MAX = 16
 """How often a lock file may be replaced under our hands before we give up."""
@@ -47,8 +57,9 @@ class InstanceLocks:
     unlinked and everything under `state_dir` is closed. Also a context manager.
     """
 
-    def __init__(self, socket_path: Path, state_dir: Path, *others: Path | None) -> None:
-        """`others`: paths of further listeners, None where one has no path."""
+    def __init__(self, socket_path: Path, state_dir: Path, *others: Path | None, group: str = "") -> None:
+        """`others`: paths of further listeners, None where one has no path. `group`: whom `socket_path` is for."""
+        self._group = group
         self._sockets = [path for path in (socket_path, *others) if path is not None]
         self._state_dir = state_dir
         self._held: dict[Path, int] = {}
@@ -56,14 +67,18 @@ class InstanceLocks:
     def acquire(self) -> None:
         """Makes the directories, takes the locks, and removes sockets that a killed daemon left.
 
-        Raises ConfigError for a socket path that is too long, and StartupError, holding
-        nothing, where another process is in the way (named with its pid) or a path is not
-        safe to use.
+        Raises ConfigError for a socket path that is too long and for a group that is not there
+        or cannot get to the socket, and StartupError, holding nothing, where another process
+        is in the way (named with its pid) or a path is not safe to use.
         """
         assert not self._held, "acquired already"
         for path in self._sockets:
             check_socket_path(path)
+        group = group_number(self._group) if self._group else None
         try:
+            private_directory(self._sockets[0].parent, group)
+            if group is not None:
+                check_way(self._sockets[0], self._group, group)
             for directory in (*(path.parent for path in self._sockets), self._state_dir):
                 private_directory(directory)
             for path in self._sockets:
@@ -111,8 +126,64 @@ def check_socket_path(path: Path) -> None:
         raise ConfigError(f"socket {path}: {refused}; choose a shorter path") from refused
 
 
-def private_directory(path: Path) -> None:
+def group_number(name: str) -> int:
+    """Of `server.socket_group`. Raises ConfigError where this machine has no such group."""
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        raise ConfigError(
+            f"server.socket_group: there is no group {name} on this machine; make it (groupadd --system {name}), "
+            "or name another"
+        ) from None
+
+
+def give_to_group(path: Path, group: int, mode: int) -> None:
+    """Makes a path of our own a group's, with that mode. Raises ConfigError where we may not."""
+    try:
+        os.chown(path, -1, group)  # before the mode: until then it is its owner's alone
+    except PermissionError:
+        user, name = getpass.getuser(), grp.getgrgid(group).gr_name
+        raise ConfigError(
+            f"server.socket_group: {path} cannot be given to group {name} by user {user}, who is not in it: "
+            f"usermod -aG {name} {user}, then start anew; or choose a group of that user"
+        ) from None
+    path.chmod(mode)
+
+
+def check_way(path: Path, name: str, group: int) -> None:
+    """Whoever may open the socket must be let through every directory above it, too.
+
+    Raises ConfigError where a directory lets nobody in but its owner. Where it lets in another
+    group, or an access control list decides, it is not known here who is in: the former is
+    logged, the latter left to whoever made the list.
+    """
+    for directory in (*reversed(path.parent.resolve().parents), path.parent.resolve()):
+        found = directory.stat()
+        wanted = stat.S_IXGRP if found.st_gid == group else stat.S_IXOTH
+        if found.st_mode & wanted or _has_access_list(directory):
+            continue
+        if found.st_gid != group and found.st_mode & stat.S_IXGRP:
+            log.warning("the socket's directory lets in another group", group=name, directory=str(directory))
+            continue
+        raise ConfigError(
+            f"server.socket_group: {directory} does not let group {name} in, so nobody of it could connect to {path}: "
+            f"chgrp {name} {directory} && chmod g+x {directory}, or move server.socket where that group may go"
+        )
+
+
+def _has_access_list(path: Path) -> bool:
+    try:
+        return ACCESS_LIST in os.listxattr(path)
+    except OSError as error:
+        if error.errno != errno.ENOTSUP:
+            raise
+        return False  # a file system without any
+
+
+def private_directory(path: Path, group: int | None = None) -> None:
     """Makes the directory and its parents 0700, or checks the one that is there; raises StartupError.
+
+    Those that it makes let `group` through (0710), if there is one.
 
     Refused: what is not a directory; what belongs to another user (root excepted, who could
     do anything anyway); what everybody may write to, unless sticky; and, below a directory
@@ -126,6 +197,8 @@ def private_directory(path: Path) -> None:
             # A umask only takes from this mode, so the directory is never wider.
             with contextlib.suppress(FileExistsError), _explained(directory):
                 directory.mkdir(0o700)
+                if group is not None:
+                    give_to_group(directory, group, 0o710)
             _check_step(directory)
     with _explained(path):
         found = path.stat()

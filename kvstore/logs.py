@@ -8,8 +8,12 @@ that no block and no secret can end up here by mistake.
 Who does something a thousand times writes a few lines and a count: of one event at most
 LINES_MAX lines come through in WINDOW_S, and the next one says how many were left out
 (`suppressed=123`; where there is no next one, `tell_suppressed` says it).
+
+Between `configure` and the event loop, and after it, whoever logs writes; while the loop
+runs, nobody waits for whoever reads (`queued`).
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -18,12 +22,14 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
 import structlog
+
+from kvstore.logqueue import LogQueue
 
 LINES_MAX = 50
 WINDOW_S = 10.0
@@ -34,6 +40,9 @@ EVENT_CHARS_MAX = 1000
 VALUE_CHARS_MAX = 2000
 TRACEBACK_CHARS_MAX = 8000
 """Of a traceback the end is kept, which says what was raised."""
+
+FLUSH_S = 1.0
+"""For lines that are queued when the daemon ends; then it ends without them."""
 
 BYTES_SHOWN = 6
 JOURNAL_PRIORITY = {"debug": 7, "info": 6, "warning": 4, "error": 3, "critical": 2}
@@ -73,6 +82,50 @@ def configure(level: str, form: Format, stream: TextIO = sys.stderr) -> None:
     logging.captureWarnings(True)
     # What gRPC's C core writes to stderr itself is in no form at all, and all of it is raised in Python too.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
+@contextlib.contextmanager
+def queued(stream: TextIO = sys.stderr) -> Iterator[None]:
+    """What `configure` set up goes on without ever waiting for the stream's reader (kvstore/logqueue.py)."""
+    global _queue  # one process has one log
+    root = logging.getLogger()
+    before = root.handlers[:]
+    (direct,) = before
+    assert direct.formatter is not None
+    stream.flush()
+    _queue = queue = LogQueue(stream.fileno(), direct.formatter, stream.encoding)
+    queue.addFilter(_flood)
+    root.handlers[:] = [queue]
+    hooks = sys.unraisablehook, threading.excepthook
+    sys.unraisablehook, threading.excepthook = _unraisable, _thread_ended
+    try:
+        yield
+    finally:
+        sys.unraisablehook, threading.excepthook = hooks
+        if queue.finish(FLUSH_S):
+            root.handlers[:] = before  # else a line more would wait for ever
+
+
+def stuck() -> bool:
+    """Whether `queued` has ended with lines that nobody took: who writes more to that stream waits for ever."""
+    return any(isinstance(handler, LogQueue) for handler in logging.getLogger().handlers)
+
+
+def dropped() -> int:
+    """Lines that nobody took and for which there was no room, so far."""
+    return _queue.dropped if _queue is not None else 0
+
+
+def _unraisable(found: "sys.UnraisableHookArgs") -> None:
+    """Python would write it to the stream by itself, and wait; it is a line like any other."""
+    what = (found.exc_type, found.exc_value, found.exc_traceback)
+    logging.getLogger("kvstored").error({"event": "an exception was ignored", "in": repr(found.object)}, exc_info=what)  # type: ignore[arg-type]
+
+
+def _thread_ended(found: threading.ExceptHookArgs) -> None:
+    what = (found.exc_type, found.exc_value, found.exc_traceback)
+    name = found.thread.name if found.thread is not None else ""
+    logging.getLogger("kvstored").error({"event": "a thread failed", "thread": name}, exc_info=what)  # type: ignore[arg-type]
 
 
 def tell_suppressed(*, at_once: bool = False) -> None:
@@ -136,6 +189,7 @@ class Flood(logging.Filter):
 
 
 _flood = Flood()
+_queue: LogQueue | None = None
 
 
 class _Lines(logging.Formatter):

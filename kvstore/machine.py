@@ -20,34 +20,57 @@ MEMORY_RESERVE_BYTES = 256 << 20
 MEMORY_RESERVE_PERCENT = 5
 """The larger of the two is left free: for the daemon itself, for clients' page tables and buffers."""
 
+MIB = 1 << 20
+
 DESCRIPTORS_SPARE = 1024
 """Descriptors beside the segments': two a session, indexes, gRPC, the log."""
 
+DESCRIPTORS_CLIENTS = 8192
+"""For all connections that the listeners accept (two each of 2,048 sessions; gRPC, HTTP): with these, others that
+connect and say nothing take none from those who are served. Had where the hard limit allows it."""
+
 
 def check_memory(size_bytes: int, *, proc: Path = PROC, cgroup_root: Path = CGROUP) -> None:
-    """Raises ConfigError if a slab of `size_bytes` in ordinary pages does not fit into memory.
+    """Raises StartupError if a slab of `size_bytes` in ordinary pages does not fit into memory.
 
     What fits is the least of what the machine and each control group above this process
     still have, less a reserve. The message names it, and what set it; make `host.size`
-    smaller or the limit larger. Memory may go to others between this check and the slab.
+    smaller or the limit larger. ConfigError where it would not fit if nobody else had any: a
+    daemon before this one, or its clients, may give theirs back in a moment. Memory may go
+    to others between this check and the slab.
     """
-    available_bytes, what = min(_rooms(proc, cgroup_root))
-    reserve_bytes = max(MEMORY_RESERVE_BYTES, available_bytes * MEMORY_RESERVE_PERCENT // 100)
-    if size_bytes <= available_bytes - reserve_bytes:
+    rooms = list(_rooms(proc, cgroup_root))
+    available_bytes, _, what = min(rooms)
+    if size_bytes <= available_bytes - _reserve(available_bytes):
         return
-    fits = max(available_bytes - reserve_bytes, 0) >> 20
-    raise ConfigError(
-        f"host.size = {format_size(size_bytes)} does not fit: {max(available_bytes, 0) >> 20}MiB are available "
-        f"({what}), of which {reserve_bytes >> 20}MiB stay free for the daemon and its clients; "
-        f"allowed: at most {fits}MiB now"
+    most_bytes = min(most for _, most, _ in rooms)
+    kind = StartupError if size_bytes <= most_bytes - _reserve(most_bytes) else ConfigError
+    # The numbers are rounded so that they add up as they are printed.
+    available, reserve = max(available_bytes, 0) // MIB, -(-_reserve(available_bytes) // MIB)
+    problem = f"host.size = {format_size(size_bytes)} does not fit"
+    if available > reserve:
+        raise kind(
+            f"{problem}: {available}MiB are available ({what}), of which {reserve}MiB stay free for the daemon and "
+            f"its clients; allowed: at most {available - reserve}MiB now"
+        )
+    wanted_bytes = max(size_bytes + MEMORY_RESERVE_BYTES, -(-size_bytes * 100 // (100 - MEMORY_RESERVE_PERCENT)))
+    raise kind(
+        f"{problem}, and nothing smaller would: {available}MiB are available ({what}), and {reserve}MiB must stay free "
+        f"for the daemon and its clients; {-(-(wanted_bytes - available_bytes) // MIB)}MiB more are needed: end what "
+        "has them, or raise what limits them"
     )
 
 
-def check_huge_pages(size_bytes: int, *, proc: Path = PROC) -> None:
-    """Raises ConfigError if there are not enough free huge pages of the default size for the slab.
+def _reserve(available_bytes: int) -> int:
+    return max(MEMORY_RESERVE_BYTES, available_bytes * MEMORY_RESERVE_PERCENT // 100)
 
-    Huge pages are set aside by the administrator and are no part of available memory, so a
-    slab in huge pages is checked here instead of by `check_memory`.
+
+def check_huge_pages(size_bytes: int, *, proc: Path = PROC) -> None:
+    """Raises StartupError if there are not enough free huge pages of the default size for the slab.
+
+    ConfigError where there would not be if all were free. Huge pages are set aside by the
+    administrator and are no part of available memory, so a slab in huge pages is checked here
+    instead of by `check_memory`.
     """
     page_bytes = huge_page_bytes(proc)
     if page_bytes == 0:
@@ -56,11 +79,12 @@ def check_huge_pages(size_bytes: int, *, proc: Path = PROC) -> None:
     free = huge_pages_free(proc)
     if needed <= free:
         return
-    total = _meminfo(proc).get("HugePages_Total", 0) + needed - free
-    raise ConfigError(
+    total = _meminfo(proc).get("HugePages_Total", 0)
+    smaller = f"make host.size at most {free * page_bytes // MIB}MiB, " if free else ""
+    raise (StartupError if needed <= total else ConfigError)(
         f"host.huge_pages: host.size = {format_size(size_bytes)} needs {needed} huge pages of "
-        f"{format_size(page_bytes)} and {free} are free: set them aside (sysctl vm.nr_hugepages={total}), make "
-        f'host.size at most {free * page_bytes >> 20}MiB, or set host.huge_pages = "off"'
+        f"{format_size(page_bytes)} and {free or 'none'} are free: set them aside (sysctl "
+        f'vm.nr_hugepages={total + needed - free}), {smaller}or set host.huge_pages = "off"'
     )
 
 
@@ -78,12 +102,12 @@ def huge_page_bytes(proc: Path = PROC) -> int:
 def check_descriptors(segments: int) -> None:
     """Raises StartupError if the process cannot open a descriptor for each segment and some to spare.
 
-    Raises the soft limit to the hard one where that is what it takes: the daemon uses no
-    select(), for which the low soft limit exists.
+    Raises the soft limit to the hard one where that is what all clients would take: the
+    daemon uses no select(), for which the low soft limit exists.
     """
     needed = segments + DESCRIPTORS_SPARE
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
+    if soft == resource.RLIM_INFINITY or soft >= needed + DESCRIPTORS_CLIENTS:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise StartupError(
@@ -91,7 +115,7 @@ def check_descriptors(segments: int) -> None:
             f"and the limit is {hard}: raise it (LimitNOFILE= in the unit, ulimit -Hn in a shell)"
         )
     # An infinite hard limit cannot be the soft one: the kernel bounds that by fs.nr_open.
-    target = needed if hard == resource.RLIM_INFINITY else hard
+    target = needed + DESCRIPTORS_CLIENTS if hard == resource.RLIM_INFINITY else hard
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
     except (ValueError, OSError) as error:
@@ -109,9 +133,10 @@ def _meminfo(proc: Path) -> dict[str, int]:
     return found
 
 
-def _rooms(proc: Path, cgroup_root: Path) -> Iterator[tuple[int, str]]:
-    """(bytes still to be had, who says so) of the machine and of every control group with a limit."""
-    yield _meminfo(proc)["MemAvailable"], "MemAvailable of the machine"
+def _rooms(proc: Path, cgroup_root: Path) -> Iterator[tuple[int, int, str]]:
+    """(bytes still to be had, bytes there are, who says so) of the machine and of every control group with a limit."""
+    meminfo = _meminfo(proc)
+    yield meminfo["MemAvailable"], meminfo["MemTotal"], "MemAvailable of the machine"
     try:
         groups = (proc / "self" / "cgroup").read_text().splitlines()
     except FileNotFoundError:
@@ -142,7 +167,7 @@ def _upwards(root: Path, group: str) -> Iterator[Path]:
         yield root.joinpath(*parts[:depth])
 
 
-def _room(path: Path, limit_name: str, used_name: str, cache_name: str) -> Iterator[tuple[int, str]]:
+def _room(path: Path, limit_name: str, used_name: str, cache_name: str) -> Iterator[tuple[int, int, str]]:
     try:
         limit = (path / limit_name).read_text().strip()
         used = int((path / used_name).read_text())
@@ -151,7 +176,7 @@ def _room(path: Path, limit_name: str, used_name: str, cache_name: str) -> Itera
     if limit == "max":
         return
     # File cache that nobody used lately is charged to the group and given up on demand.
-    yield int(limit) - used + _cache_bytes(path, cache_name), f"limit of {path / limit_name}"
+    yield int(limit) - used + _cache_bytes(path, cache_name), int(limit), f"limit of {path / limit_name}"
 
 
 def _cache_bytes(path: Path, name: str) -> int:

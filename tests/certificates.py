@@ -1,6 +1,7 @@
 """Certificates and tokens for tests, made by the openssl program as an operator would make them."""
 
 import subprocess
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from tests.conftest import RunningDaemon
@@ -42,8 +43,10 @@ class Authority:
             *("-subj", f"/CN={name}", "-keyout", self._key, "-out", self.certificate),
         )
 
-    def issue(self, name: str, names: str = "IP:127.0.0.1,DNS:localhost") -> tuple[Path, Path]:
-        """A certificate for those names, and its key."""
+    def issue(
+        self, name: str, names: str = "IP:127.0.0.1,DNS:localhost", valid: tuple[float, float] = (-1, 2)
+    ) -> tuple[Path, Path]:
+        """A certificate for those names, and its key. `valid`: from and to, in days from now."""
         certificate, key, request = (self.directory / f"{name}.{end}" for end in ("pem", "key", "csr"))
         extensions = self.directory / f"{name}.ext"
         extensions.write_text(f"subjectAltName={names}\n")
@@ -51,9 +54,17 @@ class Authority:
             *("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
             *("-subj", f"/CN={name}", "-keyout", key, "-out", request),
         )
+        begin, end = (f"{datetime.now(UTC) + timedelta(days):%Y%m%d%H%M%SZ}" for days in valid)
+        # `openssl x509` of this release takes no dates, so the authority is one with books.
+        books, settings = self.directory / f"{name}.books", self.directory / f"{name}.conf"
+        books.write_text("")
+        settings.write_text(
+            f"[ca]\ndefault_ca = it\n[it]\ndatabase = {books}\nnew_certs_dir = {self.directory}\n"
+            "default_md = sha256\nrand_serial = yes\npolicy = any\n[any]\ncommonName = supplied\n"
+        )
         _openssl(
-            *("x509", "-req", "-in", request, "-CA", self.certificate, "-CAkey", self._key, "-CAcreateserial"),
-            *("-days", "2", "-extfile", extensions, "-out", certificate),
+            *("ca", "-batch", "-notext", "-config", settings, "-cert", self.certificate, "-keyfile", self._key),
+            *("-in", request, "-startdate", begin, "-enddate", end, "-extfile", extensions, "-out", certificate),
         )
         return certificate, key
 

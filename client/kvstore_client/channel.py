@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import grpc
 import grpc.experimental
 
+from kvstore_client import advice
 from kvstored.v1 import PROTOCOL, errors
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.endpoint import CA_VARIABLE, TOKEN_FILE_VARIABLE, token_of_file
@@ -82,7 +83,7 @@ class Channel:
         )
         self._down = ""
         self._under_way = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may call in the middle of it
         bytearray(FREED_ONCE_BYTES)
         self._channel = _made(scheme, rest, trust)
         self._calls = {
@@ -164,6 +165,10 @@ class Channel:
         if self.closed:
             return FailedPrecondition("the client is closed")
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+            socket_error = advice.in_words(details) if self.endpoint.startswith("grpc+unix:") else None
+            if socket_error is not None:
+                path = self.endpoint.removeprefix("grpc+unix://")
+                return Unavailable(advice.no_answer(self.endpoint, path, socket_error, "with server.grpc = unix:PATH "))
             hint = "is it running, with server.grpc?"
             if any(word in details.lower() for word in NO_TRUST):
                 hint = f"its certificate must name this host and be signed by {self._trust.authorities}"
@@ -193,7 +198,7 @@ class Trust:
             return cls()
         if token is None:
             name = os.environ.get(TOKEN_FILE_VARIABLE)
-            token = token_of_file(name) if name else ""
+            token = token_of_file(name, f" (${TOKEN_FILE_VARIABLE})") if name else ""
         if not token.isascii() or not token.isprintable() or " " in token:
             raise InvalidArgument("the token is not printable ASCII without spaces")
         if token and scheme == "grpc" and not _is_loopback(rest):
@@ -246,7 +251,7 @@ def _in_child() -> None:
         channel.forked = True
         if channel._under_way and not _forked_in_a_call:
             _forked_in_a_call.append(os.getppid())
-        channel._lock = threading.Lock()
+        channel._lock = threading.RLock()
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(channel.__dict__))
 
 

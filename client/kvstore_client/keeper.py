@@ -7,6 +7,7 @@ when the daemon went away, however many calls ask for it meanwhile.
 
 import logging
 import os
+import queue
 import sys
 import threading
 import time
@@ -14,16 +15,21 @@ import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
+from kvstore_client.farewell import Arguments, see_off, unmap_unused
 from kvstore_client.reads import Reads
 from kvstore_client.session import TOUCH_S, Session
 from kvstore_client.transport import Identity
+from kvstore_client.waiting import acquired
 from kvstored.v1 import kvstore_pb2 as pb
-from kvstored.v1.errors import FailedPrecondition, KVStoreError, Unavailable
+from kvstored.v1.errors import DeadlineExceeded, FailedPrecondition, KVStoreError, Unavailable
 
 log = logging.getLogger("kvstore_client")
 
 KEEPER_S = 1.0
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.05, 1.0
+
+LAST_SESSION_S = 30.0
+"""How much longer than two calls a keeper's thread waits for the session that its closed client leaves to it."""
 
 T = TypeVar("T")
 
@@ -35,7 +41,7 @@ class Keeper:
 
     def __init__(self, path: str, client: str, tenant: str, timeout_s: float, read_only: bool) -> None:
         """Tries to connect once; a daemon that is away is no error here (it may come), another version is."""
-        self._arguments = (path, client, tenant, timeout_s, read_only)
+        self._arguments: Arguments = (path, client, tenant, timeout_s, read_only)
         self._path = path
         self._timeout_s = timeout_s
         self.reads = Reads(TOUCH_S)
@@ -47,6 +53,8 @@ class Keeper:
         self.closed = False
         self._failures = 0
         self._before: Session | None = None
+        self._last: queue.SimpleQueue[Session | None] = queue.SimpleQueue()
+        """To the thread: the session that the client leaves behind. Its `put` is safe in finalizers."""
         self._connecting = threading.Lock()
         self._wake = threading.Event()
         self._backoff_s = BACKOFF_FIRST_S
@@ -54,9 +62,11 @@ class Keeper:
         self._forked = False
         try:
             self.connect()
-        except Unavailable as e:
-            log.warning("%s. Until then every read misses and every put is rejected.", e)
-        self._thread = threading.Thread(target=_keep, args=(weakref.ref(self), self._wake), daemon=True)
+        except (Unavailable, DeadlineExceeded) as e:
+            why = str(e)  # not e itself: its frames have us, and a log may keep it
+            log.warning("%s. Until then every read misses and every put is rejected.", why)
+        arguments = (weakref.ref(self), self._wake, self._last, self._arguments)
+        self._thread = threading.Thread(target=_keep, args=arguments, daemon=True)
         self._thread.name = "kvstore-keeper"
         self._thread.start()
         _keepers.add(self)
@@ -69,7 +79,7 @@ class Keeper:
         """
         until = until or time.monotonic() + self._timeout_s
         failures = self._failures
-        if not self._connecting.acquire(timeout=max(until - time.monotonic(), 0)):
+        if not acquired(self._connecting, max(until - time.monotonic(), 0)):
             raise Unavailable(
                 f"no session with kvstored within {self._timeout_s} s: another thread is still connecting"
             )
@@ -84,9 +94,15 @@ class Keeper:
             if session is not None:
                 self._before, self.session = session, None
                 log.warning("kvstored on unix://%s: %s; reads miss until it is back", self._path, session.dead)
-            session = self._attach(until)
+            try:
+                session = self._attach(until)
+            except KVStoreError:
+                if self.closed:
+                    self._last.put(self._before)
+                raise
             if self.closed:  # meanwhile, by who did not wait for us
                 session.leave(wait=False)
+                self._last.put(session)
                 raise FailedPrecondition("the client is closed")
             if self.down:
                 log.warning("kvstored on unix://%s is back", self._path)
@@ -98,9 +114,9 @@ class Keeper:
 
     def _attach(self, until: float) -> Session:
         """A new session that takes over what is used of the one before. Raises like `connect`; `down` says why."""
-        if self._before is not None:
-            _unmap_unused(self._before)
         try:
+            if self._before is not None:
+                unmap_unused(self._before)
             session = Session(*self._arguments)
             session.on_attach = self._wake.set
             session.reads = self.reads
@@ -180,35 +196,43 @@ class Keeper:
 
         Where the session has died of a time-out, the daemon keeps what it held from others
         until this process is gone or says that it uses it no more: so it attaches once more,
-        in the time of one call, to say that.
+        in the time of one call, to say that. Where that fails, the thread goes on trying.
         """
         if self._forked or self.closed:
             return
         self.closed = True
         self._wake.set()
         until = time.monotonic() + self._timeout_s
-        if not self._connecting.acquire(timeout=self._timeout_s):
+        if not acquired(self._connecting, self._timeout_s):
             return  # who is connecting will see that it is closed, and leave
+        left: Session | None = None
         try:
             session, self.session = self.session, None
             if session is not None and session.hung_up():
                 session, self._before = None, session
+            left = session or self._before
             if session is None and self._before is not None:
-                session = self._attach(until)
+                left = session = self._attach(until)
+            if session is not None:
+                self.tell(session)
+                session.leave()
         except KVStoreError as e:
-            log.warning("what this client held may stay out of use until this process ends: %s", e)
+            left = self._before
+            log.warning("what this client held stays out of use until kvstored hears that it is closed: %s", str(e))
         finally:
             self._before = None
+            self._last.put(left)
             self._connecting.release()
-        if session is not None:
-            self.tell(session)
-            session.leave()
 
     def __del__(self) -> None:
         """A client that is dropped without `close` leaves all the same: its process may live long."""
-        session = getattr(self, "session", None)
-        if session is not None and not self._forked and not sys.is_finalizing():
+        if not hasattr(self, "_thread") or self._forked or self.closed or sys.is_finalizing():
+            return
+        self.closed = True  # the thread may have got hold of us just now
+        session = self.session or self._before
+        if session is not None and not session.dead:
             session.leave(wait=False)
+        self._last.put(session)
 
     def _tick(self) -> float:
         """One turn of the keeper; seconds until the next."""
@@ -246,19 +270,6 @@ class Keeper:
         return pause
 
 
-def _unmap_unused(session: Session) -> None:
-    """Of a dead session: lets go of all memory but what views and puts still use.
-
-    A daemon that died gives its memory back only when the last client has unmapped it, and
-    the next one may need it to start.
-    """
-    assert session.dead, "reads of a live session rely on its mappings"
-    with session.lock:
-        used = {slot >> 32 for slots in (*session.holds.values(), session.writing) for slot in slots}
-        session.mappings = {number: mapping for number, mapping in session.mappings.items() if number in used}
-        session.to_populate.clear()
-
-
 def _populate(session: Session) -> None:
     try:
         mapping = session.to_populate.popleft()
@@ -269,21 +280,39 @@ def _populate(session: Session) -> None:
         log.debug("page tables are made at first touch instead: %s", e)
 
 
-def _keep(owner: "weakref.ref[Keeper]", wake: threading.Event) -> None:
-    """The keeper thread: holds no reference to its client while it waits, so that the client can be collected."""
+def _keep(
+    owner: "weakref.ref[Keeper]",
+    wake: threading.Event,
+    last: "queue.SimpleQueue[Session | None]",
+    arguments: Arguments,
+) -> None:
+    """The keeper thread: holds no reference to its client while it waits, so that the client can be collected.
+
+    Then it sees off the session that is left.
+    """
     pause = 0.0
     while True:
         wake.wait(pause)
         wake.clear()
         keeper = owner()
         if keeper is None or keeper.closed:
-            return
+            del keeper
+            break
         try:
             pause = keeper._tick()
         except Exception:
             log.exception("the keeper of a kvstored client failed; it goes on")
             pause = KEEPER_S
         del keeper
+    timeout_s = min(LAST_SESSION_S + 2 * arguments[3], threading.TIMEOUT_MAX)
+    try:
+        session = last.get(timeout=timeout_s)
+        if session is not None:
+            see_off(session, arguments)
+    except queue.Empty:
+        log.warning("a client took longer than %.0f s to close; its session ends with this process", timeout_s)
+    except Exception:
+        log.exception("what a client of kvstored held stays out of use until this process ends")
 
 
 def _in_child() -> None:

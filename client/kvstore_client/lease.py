@@ -19,6 +19,15 @@ from kvstore_client.results import Hint, PutResult
 from kvstored.v1.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 
 
+class Hold:
+    """Slots that this process uses; ends when the last reference to it is gone.
+
+    Every view of a slot refers to its hold, and the hold to nothing but numbers.
+    """
+
+    __slots__ = ("__weakref__",)
+
+
 class Lease:
     """Leading blocks, held in memory and readable in place until released."""
 

@@ -16,13 +16,14 @@ from kvstore_client import stats
 from kvstore_client.buffers import Bytes
 from kvstore_client.index import SHARED_READS, IndexReader
 from kvstore_client.keeper import Keeper
-from kvstore_client.lease import Lease, Slots
+from kvstore_client.lease import Hold, Lease, Slots
 from kvstore_client.results import TIER_NAMES, Health, Hint, Match, PutResult
-from kvstore_client.session import CLEAR_S, Hold, Session
+from kvstore_client.session import Session
 from kvstore_client.transport import Identity
 from kvstored.v1 import KEYS_MAX, shm
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.errors import (
+    DeadlineExceeded,
     FailedPrecondition,
     KVStoreError,
     ResourceExhausted,
@@ -34,6 +35,9 @@ COMMIT_BLOCKS = 64
 
 COMMIT_BYTES = 24 << 20
 """Copied before it is sent off to be committed, while the next is being copied: some milliseconds of memcpy."""
+
+CLEAR_S = 30.0
+"""Deadline of clear once the daemon has answered at all: a large namespace takes it long."""
 
 OPERATIONS = {"Inspect": "inspect", "Evict": "evict", "EndSession": "end_session"}
 """Calls of the administration, as fields of Request and Reply."""
@@ -379,7 +383,7 @@ class LocalTransport:
     def health(self) -> Health:
         try:
             reply = self._need(lambda session: session.call(pb.Request(health=pb.HealthRequest()))).health
-        except Unavailable as e:
+        except (Unavailable, ResourceExhausted, DeadlineExceeded) as e:
             return Health(reachable=False, healthy=False, problems=[str(e)])
         return Health(True, reply.healthy, list(reply.problems), reply.version, reply.uptime_s)
 

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
+from kvstore_client.waiting import acquired
 from kvstored.v1 import KEYS_MAX
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.latency import BUCKETS, bucket
@@ -146,7 +147,7 @@ class Reads:
 
         False, and nothing is, where another thread has them, or this one in the middle of adding up.
         """
-        if not (self._adding.acquire(timeout=wait_s) if wait_s else self._adding.acquire(blocking=False)):
+        if not acquired(self._adding, wait_s):
             yield False
             return
         try:

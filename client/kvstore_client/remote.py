@@ -10,7 +10,6 @@ know it (any more). No thread of ours: what was read is told once a second, ahea
 whatever call comes then.
 """
 
-import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -52,6 +51,9 @@ TOUCH_EVERY_S = 1.0
 TOUCH_TIMEOUT_S = 0.5
 
 T = TypeVar("T")
+
+Take = Callable[[int, int, memoryview], None]
+"""Takes bytes: of which block, from where in it, and the bytes."""
 
 
 @dataclass(frozen=True)
@@ -142,33 +144,31 @@ class GrpcTransport:
         return Match(len(tiers), tiers)
 
     def get_into(self, ns: Identity, keys: Sequence[bytes], start: int, out: list[Bytes]) -> int:
-        def take(i: int, pieces: list[memoryview]) -> None:
-            target, at = out[i], 0
-            for piece in pieces:
-                target[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
-                at += len(piece)
+        def take(i: int, at: int, piece: memoryview) -> None:
+            out[i][at : at + len(piece)] = np.frombuffer(piece, np.uint8)
 
         self._tell()
         until = time.monotonic() + self._stream_s(len(out) * ns.block_bytes)
         return self._fetch(ns, keys[start:], take, until)
 
     def acquire(self, ns: Identity, keys: Sequence[bytes], timeout_s: float) -> Lease:
-        blocks: list[memoryview] = []
+        blocks: list[Bytes] = []
 
-        def take(_: int, pieces: list[memoryview]) -> None:
-            blocks.append(memoryview(b"".join(pieces)))
+        def take(i: int, at: int, piece: memoryview) -> None:
+            if i == len(blocks):
+                blocks.append(np.empty(ns.block_bytes, np.uint8))
+            blocks[i][at : at + len(piece)] = np.frombuffer(piece, np.uint8)
 
         self._tell()
         keys = keys[:KEYS_MAX]
         held = self._fetch(ns, keys, take, time.monotonic() + timeout_s)
-        return Lease(lambda: list(blocks), held)
+        return Lease(lambda: [block.data.toreadonly() for block in blocks[:held]], held)
 
-    def _fetch(
-        self, ns: Identity, keys: Sequence[bytes], take: Callable[[int, list[memoryview]], None], until: float
-    ) -> int:
-        """`take(i, pieces)` for each leading block, once it is whole and right; answers how many.
+    def _fetch(self, ns: Identity, keys: Sequence[bytes], take: Take, until: float) -> int:
+        """`take(i, at, piece)` for the bytes of leading blocks; answers how many blocks came whole and right.
 
-        All in the calling thread: nothing is taken once this has returned.
+        Of the one behind them some may have been taken. All in the calling thread: nothing is
+        taken once this has returned.
         """
         part_keys, done = _part_keys(ns.block_bytes), 0
         try:
@@ -176,7 +176,7 @@ class GrpcTransport:
                 part = keys[at : at + part_keys]
 
                 def call(opened: Opened, at: int = at, part: Sequence[bytes] = part) -> int:
-                    return self._fetch_part(opened, ns, part, lambda i, pieces: take(at + i, pieces), until)
+                    return self._fetch_part(opened, ns, part, lambda i, *what: take(at + i, *what), until)
 
                 got = self._in(ns, call)
                 done += got
@@ -186,14 +186,7 @@ class GrpcTransport:
             log.debug("blocks from %d on count as missing: %s", done, e)
         return done
 
-    def _fetch_part(
-        self,
-        opened: Opened,
-        ns: Identity,
-        keys: Sequence[bytes],
-        take: Callable[[int, list[memoryview]], None],
-        until: float,
-    ) -> int:
+    def _fetch_part(self, opened: Opened, ns: Identity, keys: Sequence[bytes], take: Take, until: float) -> int:
         channel, done = self._channel, 0
         request = pb.GetRequest(namespace_id=opened.number, keys=keys).SerializeToString()
 
@@ -202,12 +195,10 @@ class GrpcTransport:
             timeout_s = max(until - time.monotonic(), 0.0)
             stream = channel.get(request, timeout=timeout_s, metadata=channel.metadata(opened.epoch))
             try:
-                blocks = chunks.whole_blocks(_behind_the_count(stream), ns.block_bytes)
-                for pieces in itertools.islice(blocks, len(keys)):
-                    take(done, pieces)
-                    done += 1
-                if next(blocks, None) is not None:  # what comes is the end of the stream, or too much
-                    stream.cancel()
+                for at, piece, whole in chunks.block_pieces(_behind_the_count(stream), ns.block_bytes, len(keys)):
+                    take(done, at, piece)
+                    del piece  # its memory is for the next one
+                    done += whole
             except InvalidArgument as e:
                 stream.cancel()
                 log.warning("from %s: %s; what is left of this stream counts as missing", channel.endpoint, e)

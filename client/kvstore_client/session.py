@@ -24,18 +24,17 @@ from itertools import chain, count
 from google.protobuf.message import DecodeError
 
 from kvstore_client.index import IndexReader
+from kvstore_client.lease import Hold
 from kvstore_client.reads import Reads
-from kvstore_client.stream import Stream, close_all, frame, to_be_mapped
-from kvstore_client.waiting import locked, seconds_left
+from kvstore_client.stream import Stream, abort_frame, close_all, frame, release_frame, to_be_mapped
+from kvstore_client.waiting import acquired, locked, seconds_left
 from kvstored.mapping import Mapping
 from kvstored.v1 import DESCRIPTORS_MAX, FRAME_BYTES_MAX, PROTOCOL, errors
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.errors import FailedPrecondition, KVStoreError, Unavailable
 
-CLEAR_S = 30.0
-"""Deadline of clear once the daemon has answered at all: a large namespace takes it long."""
-
 RESERVE_TRIES = 3
+CLOSED = "the daemon closed the connection"
 
 TOUCH_S = 0.1
 """Touches ride on the next message, but not on every one of a burst."""
@@ -43,18 +42,8 @@ TOUCH_S = 0.1
 WRITTEN = -1
 """In place of a hold's number: slots that will not be written to any more."""
 
-
 _hold_numbers = count()
 _sessions: "weakref.WeakSet[Session]" = weakref.WeakSet()
-
-
-class Hold:
-    """Slots that this process uses; ends when the last reference to it is gone.
-
-    Every view of a slot refers to its hold, and the hold to nothing but numbers.
-    """
-
-    __slots__ = ("__weakref__",)
 
 
 class Session:
@@ -86,7 +75,9 @@ class Session:
         self._forward: Session | None = None
         self._abandoned = False
         self._last_id = 0
-        self._leaving = False
+        self._said: KVStoreError | None = None
+        """What the daemon ended the session with."""
+        self._leaving = self._left = False
         self._recalled = False
         self._pid = os.getpid()
         self._identity = (client, tenant, read_only)
@@ -141,11 +132,9 @@ class Session:
 
     def mapping(self, segment: int) -> Mapping | None:
         """The segment's mapping, attached at first sight; None where the tenant has no such segment."""
-        found = self.mappings.get(segment)
-        if found is None:
+        if segment not in self.mappings:
             self.attach([segment])
-            found = self.mappings.get(segment)
-        return found
+        return self.mappings.get(segment)
 
     # -- calls
 
@@ -189,13 +178,16 @@ class Session:
         received: list[int] = [] if descriptors is None else descriptors
         try:
             reply = self._stream.receive(descriptors)
-        except (OSError, DecodeError) as e:
+        except BaseException as e:
             close_all(received)
-            raise self._broken(e) from e
+            if isinstance(e, OSError | DecodeError):
+                raise self._broken(e) from e
+            raise
         if reply.id != number:
             # A reply to nothing says why the daemon ends the connection.
             close_all(received)
-            self.die(reply.error.message or f"answer {reply.id} to request {number}")
+            self.die(f"answer {reply.id} to request {number}")
+            self._hear(reply.error)
             raise self._death()
         if reply.recall or reply.detach:
             self._recalled |= reply.recall
@@ -207,18 +199,22 @@ class Session:
 
     def _broken(self, error: Exception) -> KVStoreError:
         """The stream is in doubt: marks the session dead."""
-        late = isinstance(error, BlockingIOError)
-        self.die(f"no answer within {self._stream.deadline_s} s" if late else f"the connection broke: {error}")
+        if isinstance(error, BlockingIOError):
+            self.die(f"no answer within {self._stream.deadline_s:.3g} s")
+        else:
+            self.die(CLOSED if isinstance(error, ConnectionError) else f"the connection broke: {error}")
         return self._death()
 
     def hung_up(self) -> bool:
         """Whether the daemon's end is gone: the last thing a read checks. Marks the session dead."""
-        if self.dead:
-            return True
-        if self._stream.hung_up():
-            self.die("the daemon closed the connection")
-            return True
-        return False
+        if not self.dead and self._stream.hung_up():
+            self.die(CLOSED)
+            if acquired(self.lock, 0):  # else who has it hears why
+                try:
+                    self._hear(self._stream.last_words())
+                finally:
+                    self.lock.release()
+        return bool(self.dead)
 
     def die(self, reason: str) -> None:
         """Marks the session dead; others that use it notice by `hung_up` or their next call."""
@@ -227,16 +223,27 @@ class Session:
             if not self.forked:
                 self._stream.shut()
 
+    def _hear(self, said: pb.Error | None) -> None:
+        """With the lock held, of a dead session: what the daemon ended it with says more than how we noticed."""
+        if said is not None and said.message and not self._left:
+            self._said = errors.from_wire(said.code, said.message)
+            self.dead = said.message
+
     def _death(self) -> KVStoreError:
+        """With the lock held: why there is no answer. Until Hello is answered, what the daemon refuses us with."""
         if self.forked:
             return FailedPrecondition("this client was made before a fork; make a new Client in the child")
+        if self._said is None:
+            self._hear(self._stream.last_words())
+        if self._said is not None and not self.hello.nonce:
+            return self._said
         return Unavailable(f"the session with kvstored has ended: {self.dead}")
 
     # -- slots to write to
 
     def take_granted(self, block_bytes: int, count: int) -> list[int]:
         """Up to `count` slots that were granted ahead; they count as being written to."""
-        with self.lock:
+        with locked(self.lock, self.timeout_s):
             self.used_grants_at = time.monotonic()
             ahead = self.grants.get(block_bytes)
             if not ahead or self.dead:
@@ -254,7 +261,7 @@ class Session:
         """
         request = pb.Request(reserve=pb.ReserveRequest(namespace_id=namespace_id, count=count))
         for left in reversed(range(RESERVE_TRIES)):
-            with self.lock:
+            with locked(self.lock, self.timeout_s):
                 try:
                     reply = self._exchange(request, None)[0]
                 except errors.ResourceExhausted:
@@ -279,7 +286,7 @@ class Session:
         sent: list[tuple[int, list[int]]] = []
         results: list[int] = []
         error: KVStoreError | None = None
-        with self.lock:
+        with locked(self.lock, self.timeout_s):
             try:
                 for request, slots in steps:
                     sent.append((self._request(request, None), slots))
@@ -318,7 +325,7 @@ class Session:
 
     def return_idle_grants(self, idle_s: float) -> None:
         """Gives back what was granted ahead and not used for `idle_s`."""
-        with self.lock:
+        with locked(self.lock, self.timeout_s):
             if self._recalled or time.monotonic() - self.used_grants_at >= idle_s:
                 self._give_back()
 
@@ -327,14 +334,14 @@ class Session:
         self.grants.clear()
         self._recalled = False
         if slots and not self.dead:
-            self._post(pb.Request(abort=pb.AbortRequest(slots=slots)))
+            self._send(abort_frame(slots))
 
     # -- slots under views
 
     def acquire(self, request: pb.Request, timeout_s: float | None) -> tuple[list[int], Hold]:
         """Leases the leading run: its slots, and the hold that keeps them."""
         hold = Hold()
-        with self.lock:
+        with locked(self.lock, timeout_s or self.timeout_s):
             slots = list(self._exchange(request, timeout_s)[0].acquire.slots)
             if slots:
                 number = next(_hold_numbers)
@@ -358,7 +365,7 @@ class Session:
         """Sends what waits. Without `touches` only if nobody is in a call, who then sends it ahead of the next."""
         if os.getpid() != self._pid:
             return
-        while self.lock.acquire(timeout=self.timeout_s if touches else 0):
+        while acquired(self.lock, self.timeout_s if touches else 0):
             try:
                 self._drain()
                 if self._forward is None and not self.dead:
@@ -403,24 +410,16 @@ class Session:
         while self._ended:
             number, slots = self._ended.popleft()
             slots = self._settle(number, slots)
-            request = pb.Request()
-            if number != WRITTEN:
-                request.release.slots.extend(slots)
-            else:
-                request.abort.slots.extend(slots)
-            frames += frame(request)
+            frames += abort_frame(slots) if number == WRITTEN else release_frame(slots)
         for touch in self.reads.due(self.namespaces, now=touches):
             frames += frame(pb.Request(touch=touch))
         return frames
-
-    def _post(self, request: pb.Request) -> None:
-        self._send(frame(request))
 
     def _send(self, frames: bytes) -> None:
         try:
             self._stream.send(frames)
         except OSError as e:
-            self.die(f"sending: {e.strerror}")
+            self._broken(e)
 
     # -- segments that the daemon wants back
 
@@ -447,10 +446,11 @@ class Session:
     def leave(self, *, wait: bool = True) -> None:
         """Ends the session for good; slots under living views keep the socket open until they are gone.
 
-        `wait=False` is for finalizers: somebody in the middle of a call has the lock, and may be this thread.
+        Somebody in the middle of a call has the lock, and may be this thread, in a finalizer
+        (`wait=False`) or a signal handler: then whoever sees the session off leaves for it.
         """
         self._leaving = True
-        if not self.lock.acquire(blocking=wait):
+        if not acquired(self.lock, self.timeout_s if wait else 0):
             return
         try:
             if self.dead:
@@ -469,8 +469,14 @@ class Session:
             return
         self.mappings.clear()
         self.to_populate.clear()
-        self._post(pb.Request(sync=pb.SyncRequest(leaving=True)))
+        self._send(frame(pb.Request(sync=pb.SyncRequest(leaving=True))))
+        self._left = not self.dead
         self.die("closed")
+
+    @property
+    def settled(self) -> bool:
+        """Whether the daemon has heard that this session is over, or has nothing of it (any more)."""
+        return self._left or self._abandoned or self._forward is not None or not self.hello.nonce
 
     def __del__(self) -> None:
         stream = getattr(self, "_stream", None)

@@ -16,6 +16,9 @@ import time
 from array import array
 from collections.abc import Iterator
 
+from google.protobuf.message import DecodeError
+
+from kvstore_client import advice
 from kvstored.v1 import DESCRIPTORS_MAX, FRAME_BYTES_MAX
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.errors import Unavailable
@@ -32,6 +35,8 @@ RECEIVE_BYTES = 64 << 10
 _INT_BYTES = array("i").itemsize
 CONTROL_BYTES = socket.CMSG_LEN(DESCRIPTORS_MAX * _INT_BYTES)
 REPLY_BYTES_MAX = 16 * FRAME_BYTES_MAX
+LAST_READS_MAX = 64
+"""Of a connection that has ended: more than the kernel keeps of one."""
 
 _LENGTH = struct.Struct("<I")
 
@@ -40,6 +45,16 @@ def frame(request: pb.Request) -> bytes:
     """A request as it goes over the socket."""
     payload = request.SerializeToString()
     return _LENGTH.pack(len(payload)) + payload
+
+
+def release_frame(slots: list[int]) -> bytes:
+    """Leases that have ended, as a request that wants no reply."""
+    return frame(pb.Request(release=pb.ReleaseRequest(slots=slots)))
+
+
+def abort_frame(slots: list[int]) -> bytes:
+    """Slots that will not be committed, as a request that wants no reply."""
+    return frame(pb.Request(abort=pb.AbortRequest(slots=slots)))
 
 
 def close_all(descriptors: list[int]) -> None:
@@ -81,16 +96,15 @@ class Stream:
         except OSError as e:
             raise Unavailable(f"this process cannot open a socket: {e.strerror}") from e
         self._buffer = bytearray()
+        self._in_doubt = False
+        """A send or a receive has begun and did not come to its end."""
         self.deadline_s = timeout_s
         try:
             self._socket.setblocking(False)
             self._connect(path, time.monotonic() + timeout_s)
         except OSError as e:
             self._socket.close()
-            raise Unavailable(
-                f"no kvstored answers on unix://{path} ({e.strerror}); is it running? "
-                "Start `kvstored`, or name its socket with KVSTORED_ENDPOINT"
-            ) from e
+            raise Unavailable(advice.no_answer(f"unix://{path}", path, e)) from e
         self._descriptor = self._socket.fileno()
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(self._descriptor, select.POLLIN)
@@ -114,8 +128,10 @@ class Stream:
 
     def send(self, frames: bytes) -> None:
         """Sends all of it."""
+        self._begin()
         sent = self._send_some(frames)
         if sent == len(frames):
+            self._in_doubt = False
             return
         until = time.monotonic() + self.deadline_s
         rest = memoryview(frames)[sent:]
@@ -124,6 +140,13 @@ class Stream:
             if rest_s <= 0 or not self._writable.poll(min(rest_s * 1000, _POLL_MS_MAX)):
                 raise BlockingIOError(errno.EAGAIN, "the daemon takes nothing")
             rest = rest[self._send_some(rest) :]
+        self._in_doubt = False
+
+    def _begin(self) -> None:
+        """What an exception of a signal handler's left half sent or half read would be taken for another message."""
+        if self._in_doubt:
+            raise OSError(errno.ECANCELED, "an earlier call was interrupted")
+        self._in_doubt = True
 
     def _send_some(self, frames: bytes | memoryview) -> int:
         try:
@@ -133,17 +156,14 @@ class Stream:
 
     def receive(self, descriptors: list[int] | None) -> pb.Reply:
         """The next reply; descriptors that come with it are appended to the list, if there is one."""
+        self._begin()
         buffer = self._buffer
         until, rest_s = 0.0, self.deadline_s
         while True:
-            if len(buffer) >= 4:
-                (length,) = _LENGTH.unpack_from(buffer)
-                if length > REPLY_BYTES_MAX:
-                    raise OSError(f"an answer of {length} bytes")
-                if len(buffer) >= 4 + length:
-                    payload = bytes(buffer[4 : 4 + length])
-                    del buffer[: 4 + length]
-                    return pb.Reply.FromString(payload)
+            reply = self._whole_reply()
+            if reply is not None:
+                self._in_doubt = False
+                return reply
             if buffer:
                 # It comes in pieces: each of them in time, and so must they all be.
                 now = time.monotonic()
@@ -160,8 +180,41 @@ class Stream:
                     if kind == socket.SCM_RIGHTS:
                         descriptors.extend(array("i", body[: len(body) // _INT_BYTES * _INT_BYTES]))
             if not data:
-                raise OSError("the daemon closed it")
+                raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
             buffer += data
+
+    def _whole_reply(self) -> pb.Reply | None:
+        """The next reply, if all of it is here."""
+        buffer = self._buffer
+        if len(buffer) < 4:
+            return None
+        (length,) = _LENGTH.unpack_from(buffer)
+        if length > REPLY_BYTES_MAX:
+            raise OSError(f"an answer of {length} bytes")
+        if len(buffer) < 4 + length:
+            return None
+        payload = bytes(buffer[4 : 4 + length])
+        del buffer[: 4 + length]
+        return pb.Reply.FromString(payload)
+
+    def last_words(self) -> pb.Error | None:
+        """Of a connection of no more use: the error that the daemon ended it with, if that is here. Waits for nothing.
+
+        Who sends to a closed socket hears of a broken pipe, while the reason lies unread on
+        this side of it. Other replies are dropped, and with them their descriptors.
+        """
+        for _ in range(LAST_READS_MAX):
+            try:
+                while (reply := self._whole_reply()) is not None:
+                    if not reply.id and reply.HasField("error"):
+                        return reply.error
+                data = self._socket.recv(RECEIVE_BYTES)
+            except (OSError, DecodeError):
+                return None  # nothing more came, or nothing that can be read
+            if not data:
+                return None
+            self._buffer += data
+        return None
 
     def hung_up(self) -> bool:
         """Whether the other end is gone."""

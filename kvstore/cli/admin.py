@@ -12,10 +12,14 @@ from kvstore.cli.stats import stats
 @way_options
 @click.version_option(package_name="kvstored", prog_name="kvstore-cli")
 @click.pass_context
-def main(context: click.Context, endpoint: str | None, token_file: str | None) -> None:
+def main(context: click.Context, endpoint: str | None, token_file: str | None, ca: str | None) -> None:
     """Looks into a running kvstored, and takes things away from it."""
-    context.obj = Way(endpoint, token_file)
+    context.obj = Way(endpoint, token_file, ca)
 
 
 for command in (stats, inspect, evict):
     main.add_command(command)
+
+
+if __name__ == "__main__":
+    main(prog_name="kvstore-cli")

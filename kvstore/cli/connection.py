@@ -1,6 +1,8 @@
 """How `kvstore-cli` reaches a daemon, and what becomes of what goes wrong: a message and an exit status."""
 
 import logging
+import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,19 +11,27 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
+from kvstore.cli import trouble
 from kvstore.cli.tables import plain
-from kvstored.v1.endpoint import ENDPOINT_VARIABLE, TOKEN_FILE_VARIABLE, default_endpoint, token_of_file
-from kvstored.v1.errors import InvalidArgument, KVStoreError, Unavailable
+from kvstored.v1 import ADMINISTRATION_CLIENT
+from kvstored.v1.endpoint import CA_VARIABLE, ENDPOINT_VARIABLE, TOKEN_FILE_VARIABLE, default_endpoint, token_of_file
+from kvstored.v1.errors import DeadlineExceeded, InvalidArgument, KVStoreError, Unauthenticated, Unavailable
 
 if TYPE_CHECKING:
     from kvstore_client import Client
 
-EXIT_UNREACHABLE = 1
-EXIT_USAGE = 2
-EXIT_NOT_FOUND = 3
-EXIT_HELP = (
-    "Exit status: 0 done; 1 the daemon cannot be reached or refuses, or you said no; 2 wrong usage; 3 not found."
-)
+EXIT_DONE, EXIT_UNREACHABLE, EXIT_USAGE, EXIT_NOT_FOUND = range(4)
+EXITS = {
+    EXIT_DONE: "done",
+    EXIT_UNREACHABLE: "the daemon cannot be reached or refuses, or you said no",
+    EXIT_USAGE: "wrong usage",
+    EXIT_NOT_FOUND: "not found: there is no such key, namespace, session, segment or tenant",
+}
+"""The exit statuses of every command of `kvstore-cli`, and of no other program."""
+
+EXIT_HELP = f"Exit status: {'; '.join(f'{status} {meaning}' for status, meaning in EXITS.items())}."
+
+DIGITS = re.compile(r"([0-9a-f]{2})+")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -32,14 +42,15 @@ class Way:
 
     endpoint: str | None = None
     token_file: str | None = None
+    ca: str | None = None
 
     def under(self, above: "Way") -> "Way":
         """What was said behind the command counts more than what stood before it."""
-        return Way(self.endpoint or above.endpoint, self.token_file or above.token_file)
+        return Way(self.endpoint or above.endpoint, self.token_file or above.token_file, self.ca or above.ca)
 
 
 def way_options(command: F) -> F:
-    """`--endpoint` and `--token-file`, which stand before or after a command."""
+    """`--endpoint`, `--token-file` and `--ca`, which stand before or after a command."""
     endpoint = click.option(
         "--endpoint",
         metavar="ADDRESS",
@@ -49,7 +60,10 @@ def way_options(command: F) -> F:
     token = click.option(
         "--token-file", metavar="FILE", help=f"For a daemon that asks for a token; default: ${TOKEN_FILE_VARIABLE}."
     )
-    return endpoint(token(command))
+    ca = click.option(
+        "--ca", metavar="FILE", help=f"Authority of the certificate behind grpcs://, PEM; default: ${CA_VARIABLE}."
+    )
+    return endpoint(token(ca(command)))
 
 
 def common_options(command: F) -> F:
@@ -69,22 +83,32 @@ def connected(way: Way) -> Iterator["Client"]:
     from kvstore_client import Client
 
     endpoint = way.endpoint or default_endpoint()
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     logging.getLogger("kvstore_client").setLevel(logging.CRITICAL)  # what went wrong is said once, below
-    options: dict[str, Any] = {"name": "kvstore-cli"}
+    options: dict[str, Any] = {"name": ADMINISTRATION_CLIENT, "ca": way.ca}
+    if way.ca is not None and not endpoint.startswith("grpcs://"):
+        raise click.UsageError(f"--ca is for grpcs://, and the endpoint is {plain(endpoint[:200])}")
     try:
         if way.token_file:
             options["token"] = token_of_file(way.token_file)
         with Client(endpoint, **options) as client:
             yield client
     except Unavailable as error:
-        click.echo(
-            f"kvstore-cli: no daemon at {plain(endpoint)}: {plain(str(error))}\n"
-            f"Start one with `kvstored`, or name another with --endpoint or ${ENDPOINT_VARIABLE}.",
-            err=True,
-        )
-        sys.exit(EXIT_UNREACHABLE)
+        why = trouble.unreachable(endpoint, way.ca)
+        asking = trouble.as_its_user(endpoint) if "permission denied" in str(error) else ""
+        if why:
+            said = f"no kvstored is reached at {endpoint}: {why}"
+        elif endpoint in str(error):
+            said = f"{str(error).removesuffix('?')}{asking}. {trouble.ELSEWHERE}"
+        else:
+            said = f"the daemon at {endpoint} does not answer: {error}"
+        fail(said, EXIT_UNREACHABLE)
+    except Unauthenticated as error:
+        fail(f"the daemon at {endpoint} refused: {error}{trouble.as_its_user(endpoint)}", EXIT_UNREACHABLE)
     except InvalidArgument as error:
         fail(str(error), EXIT_USAGE)
+    except DeadlineExceeded as error:
+        fail(f"the daemon at {endpoint} did not answer in time: {error}", EXIT_UNREACHABLE)
     except KVStoreError as error:
         fail(f"the daemon at {endpoint} refused: {error}", EXIT_UNREACHABLE)
 
@@ -100,12 +124,10 @@ def confirm(question: str, *, yes: bool) -> None:
 
 
 def hex_bytes(text: str, what: str, least: int, most: int) -> bytes:
-    """Bytes of hexadecimal digits; wrong usage for anything else."""
-    wanted = f"{2 * least}" if least == most else f"{2 * least} to {2 * most} (an even number of)"
-    try:
-        value = bytes.fromhex(text) if text.isalnum() else b""
-    except ValueError:
-        value = b""
-    if not least <= len(value) <= most:
-        raise click.UsageError(f"{what} {plain(text[:80])!r} is not {wanted} hexadecimal digits")
-    return value
+    """Bytes of hexadecimal digits as they are shown, one spelling for one thing; wrong usage for anything else."""
+    if not DIGITS.fullmatch(text) or not 2 * least <= len(text) <= 2 * most:
+        wanted = f"{2 * least}" if least == most else f"{2 * least} to {2 * most} (an even number of)"
+        raise click.UsageError(
+            f"{what} {plain(text[:80])!r} is not {wanted} hexadecimal digits, 0-9 and a-f, as `kvstore-cli` shows them"
+        )
+    return bytes.fromhex(text)

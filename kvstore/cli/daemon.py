@@ -1,6 +1,7 @@
 """`kvstored`: starts the daemon, or shows the settings it would start with.
 
-Exit status: what the daemon returns; 2 for settings or a machine that do not let it start.
+Exit status: what the daemon returns; where it cannot start, that of the error (kvstore/errors.py): 2 for settings that
+are wrong, 1 for a machine that is not as they need it.
 What the daemon itself needs is imported after the settings are known to be right, so that
 a mistake in them is reported at once.
 """
@@ -17,7 +18,6 @@ import click
 from kvstore.config import Effective, as_written, describe, load
 from kvstore.errors import ConfigError, StartupError
 
-EXIT_STARTUP = 2
 PIPE_COLUMNS = 10_000
 """The width for a reader that is no terminal: lines are for its tools to break."""
 
@@ -87,7 +87,7 @@ def _load(config_file: str | None, overrides: Sequence[str]) -> Effective:
 
 def _fail(error: StartupError) -> NoReturn:
     click.echo(f"kvstored: {error}", err=True)
-    sys.exit(EXIT_STARTUP)
+    sys.exit(error.exit_status)
 
 
 def _print_settings(rows: Sequence[tuple[str, str, str]]) -> None:
@@ -100,3 +100,7 @@ def _print_settings(rows: Sequence[tuple[str, str, str]]) -> None:
         # Text, not str: a value may have brackets, which rich would read as its markup.
         table.add_row(Text(key), Text(value or '""', overflow="fold"), Text(source, overflow="fold"))
     Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS).print(table)
+
+
+if __name__ == "__main__":
+    main(prog_name="kvstored")

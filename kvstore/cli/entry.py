@@ -14,6 +14,7 @@ DAEMON_PACKAGES = (
     "pydantic_settings",
     "aiohttp",
     "prometheus_client",
+    "cryptography",
     "structlog",
     "grpc_health",
     "grpc_reflection",

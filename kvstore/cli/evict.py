@@ -1,7 +1,7 @@
 """`kvstore-cli evict`: drops blocks that nobody holds, and asks before that is much."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,7 +18,8 @@ from kvstore.cli.connection import (
     fail,
     hex_bytes,
 )
-from kvstore.cli.tables import count, human_bytes, percent
+from kvstore.cli.inspect import ELSE_LOOK
+from kvstore.cli.tables import count, human_bytes, percent, plain
 from kvstore.config.values import Refused, parse_size_bytes
 from kvstored.v1 import DIGEST_PREFIX_BYTES_MIN, KEY_BYTES, KEYS_MAX
 from kvstored.v1 import kvstore_pb2 as pb
@@ -34,6 +35,10 @@ KEYS_FROM_MAX = 1_000_000
 """Keys of one file: 32 MB of them."""
 
 LINE_CHARACTERS_MAX = 200
+NAMED_MAX = 8
+"""Tenants or sessions in a message; all are in `stats --json`."""
+
+DONE = tuple(field.name for field in pb.EvictReply.DESCRIPTOR.fields)
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,6 @@ class Plan:
 @click.option("--all", "everything", is_flag=True, help="Everything.")
 @click.option(
     "--tenant",
-    default="",
     metavar="NAME",
     help='Whose; default: everybody\'s for --bytes and --all, else "default".',
 )
@@ -73,13 +77,14 @@ def evict(
     above: Way,
     endpoint: str | None,
     token_file: str | None,
+    ca: str | None,
     as_json: bool,
     namespace: str | None,
     keys: tuple[str, ...],
     keys_from: str | None,
     size: str | None,
     everything: bool,
-    tenant: str,
+    tenant: str | None,
     yes: bool,
 ) -> None:
     """Drops blocks that nobody holds: leased and pinned ones stay.
@@ -90,11 +95,20 @@ def evict(
     forms = [namespace is not None, bool(keys or keys_from), size is not None, everything]
     if sum(forms) != 1:
         raise click.UsageError("one of --namespace, --key or --keys-from, --bytes and --all is wanted")
+    if tenant == "":
+        raise click.UsageError("--tenant is given, and empty: a name is wanted, or no --tenant")
+    tenant = tenant or ""
     size_bytes = _size(size) if size is not None else 0
     names = _keys(keys, keys_from)
     prefix = hex_bytes(namespace, "namespace", DIGEST_PREFIX_BYTES_MIN, KEY_BYTES) if namespace is not None else b""
-    with connected(Way(endpoint, token_file).under(above)) as client:
-        scope = Scope(client.stats(), tenant if size_bytes or everything else tenant or "default")
+    done: dict[str, int] = dict.fromkeys(DONE, 0)
+    with connected(Way(endpoint, token_file, ca).under(above)) as client:
+        before = client.stats()
+        scope = Scope(before, tenant if size_bytes or everything else tenant or "default")
+        if (size_bytes or everything) and tenant and not _has_tenant(client, before, tenant):
+            if as_json:
+                click.echo(json.dumps(done, indent=2))
+            fail(f"there is no tenant {tenant}; there are: {_tenants(before)}", EXIT_NOT_FOUND)
         if prefix:
             plan = _namespace_plan(client, scope, tenant, prefix)
         elif names:
@@ -105,11 +119,12 @@ def evict(
             whole = f", {percent(plan.share, 1)} of {plan.of}" if plan.blocks else ""
             about = f"up to {count(plan.blocks)} blocks ({human_bytes(plan.size_bytes)}{whole})"
             confirm(f"This drops {about}, and what is dropped is gone; leased and pinned blocks stay.", yes=yes)
-        done = _carried_out(client, plan.requests)
+        _carry_out(client, plan.requests, done)
+        leasing = [] if as_json or not done["leased"] else _leasing(client.stats(), scope.tenant)
     if as_json:
         click.echo(json.dumps(done, indent=2))
     else:
-        click.echo(_sentence(done))
+        click.echo("\n".join(_sentences(done, leasing)))
     if names and not done["blocks"] and not done["held"]:
         fail("none of these keys is here", EXIT_NOT_FOUND)
 
@@ -158,6 +173,7 @@ class Scope:
     """The blocks that a command is about: a tenant's, or everybody's."""
 
     def __init__(self, stats: Mapping[str, Any], tenant: str) -> None:
+        self.tenant = tenant
         self.of = f"those of tenant {tenant}" if tenant else "all"
         self.pools = [pool for pool in stats["pools"] if tenant in ("", pool["tenant"])]
         self.blocks = sum(pool["blocks"] for pool in self.pools)
@@ -176,7 +192,8 @@ def _namespace_plan(client: "Client", scope: Scope, tenant: str, prefix: bytes) 
 
     reply = admin.inspect(client, pb.InspectRequest(tenant=tenant, namespace=prefix))
     if not reply.HasField("namespace"):
-        fail(f"there is no namespace {prefix.hex()}{f' of tenant {tenant}' if tenant else ''}", EXIT_NOT_FOUND)
+        where = f" of tenant {tenant}" if tenant else ""
+        fail(f"there is no namespace {prefix.hex()}{where}. {ELSE_LOOK['namespace']}", EXIT_NOT_FOUND)
     stats, slot_bytes = reply.namespace.stats, reply.namespace.pool.slot_bytes
     request = pb.EvictRequest(tenant=tenant, namespace=stats.digest)
     return scope.plan([request], stats.blocks, stats.blocks * slot_bytes)
@@ -204,20 +221,55 @@ def _bytes_plan(scope: Scope, tenant: str, size_bytes: int, *, everything: bool)
 # -- doing it
 
 
-def _carried_out(client: "Client", requests: Sequence[pb.EvictRequest]) -> dict[str, int]:
-    """All requests, one after another; the sum of what they did."""
+def _carry_out(client: "Client", requests: Sequence[pb.EvictRequest], done: dict[str, int]) -> None:
+    """All requests, one after another; adds up what they did."""
     from kvstore_client import admin
 
-    done = dict.fromkeys(("blocks", "size_bytes", "held", "absent"), 0)
     for request in requests:
         reply = admin.evict(client, request)
         for name in done:
             done[name] += getattr(reply, name)
-    return done
 
 
-def _sentence(done: Mapping[str, int]) -> str:
-    return (
+def _has_tenant(client: "Client", stats: Mapping[str, Any], tenant: str) -> bool:
+    """Whether anybody ever was that tenant. Raises Unauthenticated where we have nothing to do with it."""
+    from kvstore_client import admin
+
+    if any(index["tenant"] == tenant for index in stats["indexes"]):
+        return True
+    admin.inspect(client, pb.InspectRequest(tenant=tenant, key=bytes(KEY_BYTES)))
+    return False
+
+
+def _tenants(stats: Mapping[str, Any]) -> str:
+    names = sorted(index["tenant"] for index in stats["indexes"])
+    return ", ".join([*names[:NAMED_MAX], *["..."] * (len(names) > NAMED_MAX)]) or "none"
+
+
+def _leasing(stats: Mapping[str, Any], tenant: str) -> list[str]:
+    """The sessions that hold leases, which are whom to ask."""
+    return [
+        f"{session['id']} ({session['client']}, process {session['pid']})"
+        for session in stats["sessions"]
+        if session["leased_slots"] and tenant in ("", session["tenant"])
+    ]
+
+
+def _sentences(done: Mapping[str, int], leasing: Sequence[str]) -> Iterator[str]:
+    left = f"{count(done['held'])} left" + (f" ({human_bytes(done['held_bytes'])})" if done["held"] else "")
+    yield (
         f"freed {human_bytes(done['size_bytes'])}: {count(done['blocks'])} blocks dropped, "
-        f"{count(done['held'])} left because they are leased or pinned, {count(done['absent'])} not here"
+        f"{left} because they are leased or pinned, {count(done['absent'])} not here"
     )
+    if done["pinned"]:
+        yield (
+            f"pinned: {count(done['pinned'])} ({human_bytes(done['pinned_bytes'])}), until the time of each pin is "
+            "over (`kvstore-cli inspect key HEX`) or its client calls `ns.unpin(keys)`"
+        )
+    if done["leased"]:
+        who = [*leasing[:NAMED_MAX], *["..."] * (len(leasing) > NAMED_MAX)]
+        yield (
+            f"leased: {count(done['leased'])} ({human_bytes(done['leased_bytes'])}), until the sessions that hold them "
+            f"release them or their processes end: {plain(', '.join(who)) or 'none any more'} "
+            "(`kvstore-cli inspect session ID`)"
+        )

@@ -1,8 +1,9 @@
 """`kvstore-cli inspect`: one key, namespace, session or segment; and the end of a session."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -16,7 +17,19 @@ from kvstore.cli.connection import (
     fail,
     hex_bytes,
 )
-from kvstore.cli.tables import Column, Row, console, count, fields, human_bytes, human_seconds, rows, section, yes_no
+from kvstore.cli.tables import (
+    Column,
+    Row,
+    console,
+    count,
+    fields,
+    human_bytes,
+    human_seconds,
+    plain,
+    rows,
+    section,
+    yes_no,
+)
 from kvstored.v1 import DIGEST_PREFIX_BYTES_MIN, KEY_BYTES
 from kvstored.v1 import kvstore_pb2 as pb
 
@@ -24,6 +37,15 @@ if TYPE_CHECKING:
     from kvstore_client import Client
 
 NUMBER_MAX = {"session": (1 << 64) - 1, "segment": (1 << 32) - 1}
+NUMBER = re.compile(r"0|[1-9][0-9]{0,19}")
+ELSE_LOOK = {
+    "key": "It was evicted or never stored, or is another tenant's: --tenant NAME",
+    "namespace": "`kvstore-cli stats` lists the namespaces, with --json all; one of another tenant: --tenant NAME",
+    "session": "`kvstore-cli stats` lists the sessions there are",
+    "segment": "`kvstore-cli inspect key` and `inspect session` name those there are",
+}
+"""What to do next where there is no such thing."""
+
 CHILDREN_SHOWN = 8
 SLOTS_SHOWN = 16
 
@@ -40,6 +62,7 @@ def inspect(
     above: Way,
     endpoint: str | None,
     token_file: str | None,
+    ca: str | None,
     as_json: bool,
     tenant: str,
     end: bool,
@@ -50,18 +73,20 @@ def inspect(
     """Shows one thing closely.
 
     \b
-    key HEX                  where its copies are, parent and children, hits, age
-    namespace DIGEST-PREFIX  what is stored in it; 8 digits or more
-    session ID               what it holds; with --end, ends it
-    segment ID               what lies in it, and who has it
+    key HEX           where its copies are, parent and children, hits, age
+    namespace DIGEST  what is stored in it
+    session ID        what it holds; with --end, ends it
+    segment ID        what lies in it, and who has it
 
-    A session that ends is closed by the daemon; its client may connect again. What its process
-    may still write to is used again when that process has exited.
+    Of a key or digest, the first 8 digits or more will do where no other begins so.
+
+    A session that is ended is closed by the daemon. Its client opens another one at its next call
+    and goes on with what it held; what nobody takes over is used again when the process has exited.
     """
     request = _request(kind, name, tenant)
     if end and kind != "session":
         raise click.UsageError("--end is for a session")
-    with connected(Way(endpoint, token_file).under(above)) as client:
+    with connected(Way(endpoint, token_file, ca).under(above)) as client:
         found = _look(client, request)
         if end and found is not None:
             _end(client, found["session"], as_json=as_json, yes=yes)
@@ -69,7 +94,8 @@ def inspect(
     if as_json:
         click.echo(json.dumps(found or {}, indent=2))
     if found is None:
-        fail(f"there is no {kind} {name}{f' of tenant {tenant}' if tenant else ''}", EXIT_NOT_FOUND)
+        where = f" of tenant {tenant}" if tenant else ""
+        fail(f"there is no {kind} {name}{where}. {ELSE_LOOK[kind]}", EXIT_NOT_FOUND)
     if not as_json:
         out = console()
         for title, part in SECTIONS[kind](found[kind]):
@@ -78,13 +104,13 @@ def inspect(
 
 def _request(kind: str, name: str, tenant: str) -> pb.InspectRequest:
     if kind == "key":
-        return pb.InspectRequest(tenant=tenant, key=hex_bytes(name, "key", KEY_BYTES, KEY_BYTES))
+        return pb.InspectRequest(tenant=tenant, key=hex_bytes(name, "key", DIGEST_PREFIX_BYTES_MIN, KEY_BYTES))
     if kind == "namespace":
         return pb.InspectRequest(
             tenant=tenant, namespace=hex_bytes(name, "namespace", DIGEST_PREFIX_BYTES_MIN, KEY_BYTES)
         )
-    if not (name.isascii() and name.isdecimal() and len(name) <= 20 and int(name) <= NUMBER_MAX[kind]):
-        raise click.UsageError(f"{kind} {name[:80]!r} is not a number such as `kvstore-cli stats` shows")
+    if not NUMBER.fullmatch(name) or int(name) > NUMBER_MAX[kind]:
+        raise click.UsageError(f"{kind} {plain(name[:80])!r} is not a number as `kvstore-cli` shows them, such as 12")
     number = int(name)
     return pb.InspectRequest(session=number) if kind == "session" else pb.InspectRequest(segment=number)
 
@@ -104,6 +130,8 @@ def _end(client: "Client", found: Row, *, as_json: bool, yes: bool) -> None:
     from kvstore_client.stats import as_dict
 
     stats = found["stats"]
+    if stats["ended"]:
+        _not_there(stats)
     confirm(
         f"This ends session {stats['id']} of {stats['client']!r} (process {stats['pid']}), which holds "
         f"{human_bytes(stats['held_bytes'])}.",
@@ -113,10 +141,34 @@ def _end(client: "Client", found: Row, *, as_json: bool, yes: bool) -> None:
     if as_json:
         click.echo(json.dumps(as_dict(reply), indent=2))
     if not reply.found:
-        fail(f"there is no session {stats['id']} any more", EXIT_NOT_FOUND)
+        _not_there(stats)
     if not as_json:
-        left = f"; {count(reply.quarantined)} slots are used again when its process exits" if reply.quarantined else ""
-        click.echo(f"ended session {stats['id']}{left}")
+        click.echo(_what_it_did(stats, reply.quarantined))
+
+
+def _what_it_did(stats: Row, quarantined: int) -> str:
+    """People expect more of it than it can do: the process lives."""
+    number, process, leased = stats["id"], f"process {stats['pid']}", stats["leased_slots"]
+    holds = [f"{count(slots)} {what}" for slots, what in ((quarantined, "granted"), (leased, "leased")) if slots]
+    stays = (
+        f"What {process} may still look at or write to ({' and '.join(holds)} slots) is given to others when it exits, "
+        "or connects again without it."
+        if holds
+        else "It held nothing."
+    )
+    return (
+        f"ended session {number}: its connection is closed\n{stays}\n"
+        f"A client that lives connects again at its next call, under another number, and goes on with what it held. "
+        f"To keep it away, end {process}."
+    )
+
+
+def _not_there(stats: Row) -> NoReturn:
+    fail(
+        f"there is no session {stats['id']} any more. What it held is given to others when process {stats['pid']}, "
+        f"if it lives, exits; {ELSE_LOOK['session']}",
+        EXIT_NOT_FOUND,
+    )
 
 
 # -- tables

@@ -54,9 +54,11 @@ def _number(context: click.Context, parameter: click.Parameter, value: float | N
     "with --json one object a line. Goes on when the daemon restarts.",
 )
 @click.pass_obj
-def stats(above: Way, endpoint: str | None, token_file: str | None, as_json: bool, interval_s: float | None) -> None:
+def stats(
+    above: Way, endpoint: str | None, token_file: str | None, ca: str | None, as_json: bool, interval_s: float | None
+) -> None:
     """Shows what the daemon holds, for whom, and what it has counted."""
-    with connected(Way(endpoint, token_file).under(above)) as client:
+    with connected(Way(endpoint, token_file, ca).under(above)) as client:
         if interval_s is not None:
             from kvstore.cli.watch import watch
 

@@ -216,6 +216,10 @@ def _contradictions(effective: Effective) -> Iterator[tuple[tuple[str, ...], str
     if settings.server.http_socket in (settings.server.socket, settings.server.grpc_socket or Path()):
         what = f"server.http = {_shown(settings.server.http)} ({sources['server.http']})"
         yield ("server.http", "server.socket"), f"{what} is another listener's as well; allowed: another path"
+    grpc, http = settings.server.grpc, settings.server.http
+    if http == grpc and (values.host_and_port(http) or ("", 0))[1]:
+        what = f"server.http = {_shown(http)} ({sources['server.http']})"
+        yield ("server.grpc", "server.http"), f"{what} is server.grpc as well; allowed: another port"
     yield from _open_doors(effective)
 
 

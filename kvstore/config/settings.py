@@ -20,7 +20,7 @@ HOST_SIZE_BYTES_MIN = 1 << 20
 HUGE_PAGES_AUTO_BYTES = 64 << 30
 """Above this size `host.huge_pages = "auto"` is on: 4 KiB pages cost every client 2 MiB of page tables a GiB."""
 
-SIZE = "a size such as 10GiB, 1.5GB or 4096B (units B, KiB, MiB, GiB, TiB, KB, MB, GB, TB)"
+SIZE = "a size such as 10GiB, 1.5TiB or 10GB (units B, KiB, MiB, GiB, TiB, KB, MB, GB, TB)"
 LOOPBACK = (
     "a loopback address: 127.0.0.1:PORT, [::1]:PORT, localhost:PORT "
     "(with server.tls_cert, server.tls_key and server.tokens any HOST:PORT)"
@@ -40,12 +40,10 @@ def _only(allowed: T, what: str) -> Callable[[T], T]:
 
 
 def _host_size(size_bytes: int) -> int:
+    """Whole pages: 10GB is none, and nobody counts them; who writes a size means at most that much."""
     if size_bytes < HOST_SIZE_BYTES_MIN:
         raise values.Refused("smaller than 1MiB")
-    if size_bytes % values.PAGE_BYTES:
-        fits = values.format_size(size_bytes - size_bytes % values.PAGE_BYTES)
-        raise values.Refused(f"not a whole number of 4KiB pages; {fits} would be")
-    return size_bytes
+    return size_bytes - size_bytes % values.PAGE_BYTES
 
 
 Size = Annotated[int, BeforeValidator(values.parse_size_bytes), PlainSerializer(values.format_size, when_used="json")]
@@ -119,7 +117,7 @@ class Host(Section):
     """The slab in memory."""
 
     size_bytes: Annotated[Size, AfterValidator(_host_size)] = Field(
-        default=1 << 30, alias="size", description=f"{SIZE}, at least 1MiB, in whole 4KiB pages"
+        default=1 << 30, alias="size", description=f"{SIZE}, at least 1MiB; rounded down to 4KiB pages"
     )
     huge_pages: Literal["auto", "on", "off"] = Field(
         default="auto", description='"auto" (on above 64GiB), "on" or "off"'

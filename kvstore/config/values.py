@@ -38,13 +38,18 @@ class Refused(ValueError):
 # Digits are bounded so that a number cannot grow past what int() and Fraction do at once.
 _NUMBER = r"([0-9]{1,24}(?:\.[0-9]{1,24})?)"
 _SIZE = re.compile(rf"{_NUMBER} ?({'|'.join(SIZE_UNITS)})")
+_OTHER_SIZE = re.compile(rf"{_NUMBER} ?([KMGT])(i?)B?", re.IGNORECASE)
+"""What other programs take for a size. `10G` is 10^9 to some of them and 2^30 to others, so none is guessed here."""
 _DURATION = re.compile(rf"{_NUMBER}(?: ?({'|'.join(DURATION_UNITS_S)}))?")
 _GROUP = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,31}")
 _HOST_PORT = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*):([0-9]{1,5})")
 
 
 def parse_size_bytes(value: object) -> int:
-    """Bytes of `10GiB`, `1.5 MB` or `0`; Refused for anything else, bare numbers included."""
+    """Bytes of `10GiB`, `1.5 MB` or `0`, fractions of a byte cut off; Refused for anything else, bare numbers included.
+
+    Units with an i are powers of 1024, those without powers of 1000.
+    """
     if isinstance(value, int) and not isinstance(value, bool):
         raise Refused("a number without a unit; write it as text with one")
     if not isinstance(value, str):
@@ -53,11 +58,24 @@ def parse_size_bytes(value: object) -> int:
         return 0
     match = _SIZE.fullmatch(value)
     if match is None:
-        raise Refused("a number without a unit" if re.fullmatch(_NUMBER, value) else "not a size")
+        raise Refused(_no_size(value))
     size = Fraction(match[1]) * SIZE_UNITS[match[2]]
-    if size.denominator != 1:
+    if match[2] == "B" and size.denominator != 1:
         raise Refused("not a whole number of bytes")
     return int(size)
+
+
+def _no_size(text: str) -> str:
+    """Why a text is no size, with what may have been meant."""
+    if re.fullmatch(_NUMBER, text):
+        return "a number without a unit"
+    near = _OTHER_SIZE.fullmatch(text)
+    if near is None:
+        return "not a size"
+    number, letter, binary = near[1], near[2].upper(), f"{near[1]}{near[2].upper()}iB"
+    if near[3]:
+        return f"not a size; did you mean {binary}?"
+    return f"not a size; did you mean {binary} (1024-fold) or {number}{letter}B (1000-fold)?"
 
 
 def format_size(size_bytes: int) -> str:

@@ -136,6 +136,7 @@ def rows(store: "Store") -> None:
             assert count > 0, f"session {session.id} leases slot {ref:#x} {count} times"
             leases[ref] += count
     blocks: Counter[int] = Counter()
+    pinned: Counter[int] = Counter()
     free = set(table.free)
     same("free rows, each once", len(table.free), len(free))
     heads = {head for pool in store.segments.pools.values() for head in pool.order.heads if head != NONE}
@@ -157,12 +158,14 @@ def rows(store: "Store") -> None:
             assert key is not None, f"row {row} is sealed and has no key"
             same(f"row {row}: what the key leads to", namespace.tenant.rows.get(key), row)
             blocks[namespace.id] += 1
+            pinned[namespace.id] += table.marks[row] & PINNED > 0
         else:
             same(f"row {row}: key and marks of a doomed block", (key, table.marks[row]), (None, 0))
             assert table.leases[row], f"row {row} is doomed and nobody leases it"
     assert not leases, f"leases of what is no block: {leases}"
     for namespace in store.namespaces:
         same(f"namespace {namespace.id}: blocks", namespace.blocks, blocks[namespace.id])
+        same(f"namespace {namespace.id}: pinned", namespace.pinned, pinned[namespace.id])
     for tenant in store.tenants.values():
         same(f"tenant {tenant.name}: keys", len(tenant.rows), sum(n.blocks for n in tenant.namespaces.values()))
 

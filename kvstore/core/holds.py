@@ -48,6 +48,8 @@ class Namespace:
     block_tokens: int = 0
     """For counts in tokens; 0 where nobody has said."""
     blocks: int = 0
+    pinned: int = 0
+    """Of those blocks."""
 
 
 @dataclass(eq=False, slots=True, repr=False)
@@ -86,6 +88,8 @@ class Session:
     """Block size -> slots granted."""
     held_bytes: int = 0
     """Slots granted and slots leased, each slot counted once."""
+    gave_back: int = 0
+    """How often it asked to give slots or leases back. What was granted before may be another's since."""
     committed: float = INFINITY
     """When it last stored a block; infinity before."""
     ended: bool = False

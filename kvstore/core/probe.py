@@ -74,12 +74,25 @@ class Probe:
         """The rows of the block as a match finds them: one, once it is committed."""
         return self.store.match(self.store.namespaces[-1], [self.key])
 
+    def stays(self, high: float) -> str:
+        """Whether a block would outlive the next eviction in any pool: "", or why not in that with most memory.
+
+        At `high` of a pool's slots in use, eviction begins.
+        """
+        pools = [pool for pool in self.store.segments.pools.values() if self._may_have(pool)]
+        if not pools or any(self.store.room.keeps(pool, high) for pool in pools):
+            return ""  # of no pool, a put speaks
+        most = max(pools, key=lambda pool: len(pool.segments))
+        return refusals.no_stay(most, high, self._tenant(most))
+
     # -- steps
+
+    def _tenant(self, pool: Pool) -> Tenant:
+        return next(tenant for tenant in self.store.tenants.values() if tenant.id == pool.tenant)
 
     def _may_have(self, pool: Pool) -> bool:
         """Whether a session that holds nothing may have a slot of this pool, as far as limits on holds go."""
-        tenant = next(tenant for tenant in self.store.tenants.values() if tenant.id == pool.tenant)
-        return refusals.tenant_left(tenant, self.store.segments, pool.slot_bytes) > 0
+        return refusals.tenant_left(self._tenant(pool), self.store.segments, pool.slot_bytes) > 0
 
     @contextmanager
     def _slot(self, pool: Pool) -> Iterator[Trial]:
@@ -125,9 +138,9 @@ class Probe:
             full = next(iter(store.segments.pools.values()), None)
             if full is None:
                 raise ResourceExhausted("there is no memory yet")
-            tenant = next(tenant for tenant in store.tenants.values() if tenant.id == full.tenant)
+            tenant = self._tenant(full)
             raise ResourceExhausted(
                 f"all sessions of tenant {tenant.name!r} hold {tenant.held_bytes} bytes, as much as they may; "
                 "release leases (kvstore-cli stats shows who holds what)"
             )
-        raise ResourceExhausted(refusals.no_slot(pools[0], store.segments))
+        raise ResourceExhausted(refusals.no_slot(pools[0], store.segments, pending=store.room.pending))

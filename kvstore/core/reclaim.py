@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvstore.core.block import NONE, SEALED
+from kvstore.core.block import NONE, PINNED, SEALED
 from kvstore.core.holds import Namespace, Tenant
 from kvstore.core.segments import Pool
 from kvstore.core.store import Store
@@ -26,8 +26,33 @@ class Reclaimed:
     """Of the slots that were freed."""
     held: int = 0
     """Blocks that were asked for and stay, for a lease or a pin."""
+    held_bytes: int = 0
+    """Of their slots. Of the two below, too: why they stay, one reason or both."""
+    pinned: int = 0
+    pinned_bytes: int = 0
+    leased: int = 0
+    leased_bytes: int = 0
     absent: int = 0
     """Keys that are not here."""
+
+    def keep(self, slot_bytes: int, *, pinned: bool, leased: bool) -> None:
+        """One block stays."""
+        self.held += 1
+        self.held_bytes += slot_bytes
+        self.pinned += pinned
+        self.pinned_bytes += pinned * slot_bytes
+        self.leased += leased
+        self.leased_bytes += leased * slot_bytes
+
+    def keep_all(self, pool: Pool) -> None:
+        """What is left of this pool stays."""
+        self.held += pool.blocks
+        self.held_bytes += pool.blocks * pool.slot_bytes
+        self.pinned += pool.pinned
+        self.pinned_bytes += pool.pinned * pool.slot_bytes
+        leased = pool.leased - pool.doomed  # a doomed block is leased, and dropped already
+        self.leased += leased
+        self.leased_bytes += leased * pool.slot_bytes
 
 
 def keys_step(store: Store, tenant: Tenant, keys: Sequence[bytes], done: Reclaimed) -> None:
@@ -71,7 +96,8 @@ def bytes_step(store: Store, tenant: Tenant | None, size_bytes: int, blocks_max:
         if done.size_bytes >= size_bytes:
             return False
         if not order or order[0][0] == INFINITY:
-            done.held += sum(pool.blocks for pool in pools)
+            for pool in pools:
+                done.keep_all(pool)
             return False
         at = order[0][1]
         row = policy.victim(pools[at].order)
@@ -90,10 +116,11 @@ def _pools(store: Store, tenant: Tenant | None) -> Iterator[Pool]:
 
 
 def _drop_unheld(store: Store, row: int, done: Reclaimed) -> None:
-    if store.table.held(row):
-        done.held += 1
+    table, slot_bytes = store.table, store.tree.pool_of(row).slot_bytes
+    if table.held(row):
+        done.keep(slot_bytes, pinned=table.marks[row] & PINNED > 0, leased=table.leases[row] > 0)
         return
     done.blocks += 1
-    done.size_bytes += store.tree.pool_of(row).slot_bytes
+    done.size_bytes += slot_bytes
     store.counts.evicted_asked += 1
     store.tree.drop(row)

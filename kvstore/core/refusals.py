@@ -44,21 +44,24 @@ def tenant_left(tenant: Tenant, segments: SegmentTable, slot_bytes: int) -> int:
     return max(left // slot_bytes, 0 if tenant.held_bytes else 1)
 
 
-def above_limits(session: Session, segments: SegmentTable, slot_bytes: int) -> str:
-    """What to tell a session that may hold no more."""
-    if session.holds_left < 1:
-        return too_many_holds(session)
+def above_limits(session: Session, segments: SegmentTable, slot_bytes: int, more: int) -> str:
+    """What to tell a session that may not hold `more` slots of this size on top."""
+    if session.holds_left < more:
+        return too_many_holds(session, more)
     whole = segments.tenant_bytes(session.tenant.id)
     return (
         f"session {session.id} ({session.client}) holds {session.held_bytes} bytes of at most "
         f"{whole // holds.SESSION_SHARE}, all sessions of tenant {session.tenant.name!r} hold "
         f"{session.tenant.held_bytes} of at most {whole * holds.HELD_NUMERATOR // holds.HELD_DENOMINATOR}; "
-        f"no room for a slot of {slot_bytes} more: release leases (kvstore-cli stats shows who holds what)"
+        f"no room for {more} of {slot_bytes} bytes more: release leases (kvstore-cli stats shows who holds what)"
     )
 
 
-def no_slot(pool: Pool, table: SegmentTable) -> str:
-    """What to tell a session for which no slot could be freed; also whose holds keep segments from this block size."""
+def no_slot(pool: Pool, table: SegmentTable, *, pending: bool) -> str:
+    """What to tell a session for which no slot could be freed; also whose holds keep segments from this block size.
+
+    `pending`: memory is being made or emptied, and nobody needs to let go of anything.
+    """
     why = (
         f"no slot of {pool.block_bytes} bytes can be freed: {pool.leased} blocks leased, {pool.pinned} pinned, "
         f"{pool.granted} slots granted, {pool.quarantined} quarantined of {pool.slots}"
@@ -71,21 +74,36 @@ def no_slot(pool: Pool, table: SegmentTable) -> str:
                 f"; blocks of {other.block_bytes} bytes have {len(other.segments)} segments, of which {len(kept)} "
                 f"cannot go to another size for {sum(kept)} slots leased, pinned or granted in them"
             )
-    return why + "; release or unpin some, or raise host.size"
+    return why + (
+        "; memory is being made ready, try again" if pending else "; release or unpin some, or raise host.size"
+    )
 
 
-def too_many_holds(session: Session) -> str:
-    """What to tell a session that holds as much by number as a Resume can name."""
+def no_stay(pool: Pool, high: float, tenant: Tenant) -> str:
+    """What to tell an operator where a block that is stored goes at once, since nothing else may."""
+    why = (
+        f"what is stored is evicted at once: of {pool.slots} slots of {pool.block_bytes} bytes of tenant "
+        f"{tenant.name!r}, {pool.pinned} are pinned, {pool.leased} leased, {pool.granted} granted, "
+        f"{pool.quarantined} quarantined, and evict.high = {high:g} leaves no more in use"
+    )
+    most = max(tenant.namespaces.values(), key=lambda namespace: namespace.pinned, default=None)
+    if most is not None and most.pinned:
+        why += f"; most pins are of namespace {most.id}, {most.pinned} blocks, and end by their time or by ns.unpin"
+    return why + "; kvstore-cli stats shows who holds what; raise host.size if all of it is needed"
+
+
+def too_many_holds(session: Session, more: int) -> str:
+    """What to tell a session that would hold more by number than a Resume can name."""
     return (
         f"session {session.id} ({session.client}) has {session.leases} leases and {len(session.granted)} slots "
-        f"granted; at most {holds.HOLDS_MAX} together: release some first"
+        f"granted, and asks for {more} more; at most {holds.HOLDS_MAX} together: release some first"
     )
 
 
 def check_leases(session: Session, more: int) -> None:
     """Holds on one slot are counted too, not only slots."""
     if more > session.holds_left:
-        raise ResourceExhausted(too_many_holds(session))
+        raise ResourceExhausted(too_many_holds(session, more))
 
 
 def check_commit(

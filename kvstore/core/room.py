@@ -113,11 +113,27 @@ class Room:
             if pool is None:
                 continue
             before = pool.free
-            above, below = int(pool.slots * (1 - high)), int(pool.slots * (1 - low))
+            above, below = _free_at(pool.slots, high), _free_at(pool.slots, low)
             more |= self.evict_between(pool, above, below, blocks_max)
             short += pool.free != before
         self._turn = 0
         return more
+
+    def keeps(self, pool: Pool, high: float) -> bool:
+        """Whether what is held leaves room for a block: else `evict_step` drops each as soon as it is stored."""
+        table, slots = self._segments, pool.slots
+        size = table.size_for(pool.slot_bytes)
+        more = table.idle_bytes + table.drain_bytes + sum(segment.size_bytes for segment in self._others(pool))
+        more += sum(s.size_bytes for s in self._free_to_move() if s.tenant == pool.tenant and s.pool is not pool)
+        if not pool.free:  # the first of it goes for that block
+            first = self._fits_unowned(pool)
+            taken = first.size_bytes if first is not None else size if more >= size else 0
+            slots += taken // pool.slot_bytes
+            more -= taken
+        if table.coming(pool) or more >= size:
+            return True
+        held = sum(segment.held for segment in pool.segments.values() if not segment.closed)
+        return held + 1 <= slots - _free_at(slots, high)
 
     def evict_between(self, pool: Pool, high_free: int, low_free: int, blocks_max: int) -> bool:
         """Below `high_free` free slots, evicts until there are `low_free`, `blocks_max` a call; True until then."""
@@ -303,3 +319,8 @@ class Room:
             if left >= share or (pool.tenant not in owned and owned[tenant] > share):
                 owned[tenant] = left
                 yield segment
+
+
+def _free_at(slots: int, mark: float) -> int:
+    """How many of so many slots are free where their use is at that watermark."""
+    return int(slots * (1 - mark))

@@ -207,10 +207,10 @@ class Store:
         pool = self.pool(namespace)
         allowed = min(count, self._allowed(session, pool))
         if allowed < 1:
-            self._refuse_hold(session, pool)
+            self._refuse_hold(session, pool, 1)
         refs = self._take(session, pool, allowed, expires)
         if not refs:
-            self._refuse(refusals.no_slot(pool, self.segments), self.sessions.values())
+            self._refuse(refusals.no_slot(pool, self.segments, pending=self.room.pending), self.sessions.values())
         return refs
 
     def top_up(self, session: Session, namespace: Namespace, want: int) -> list[int]:
@@ -310,10 +310,10 @@ class Store:
         refs = list(map(place.__getitem__, rows))
         fresh = len(set(refs) - leased.keys())
         if fresh and fresh > refusals.own_limit(session, self.segments, pool.slot_bytes):
-            self._refuse_hold(session, pool)
+            self._refuse_hold(session, pool, fresh)
         limit = refusals.tenant_limit(session, self.segments, pool.slot_bytes)
-        if len(rows) > limit and len({row for row in rows if not leases[row]}) > limit:
-            self._refuse_hold(session, pool)
+        if len(rows) > limit and (unheld := len({row for row in rows if not leases[row]})) > limit:
+            self._refuse_hold(session, pool, unheld)
         session.held_bytes += fresh * pool.slot_bytes
         session.leases += len(refs)
         if fresh == len(refs):
@@ -471,12 +471,12 @@ class Store:
             refusals.tenant_limit(session, self.segments, pool.slot_bytes),
         )
 
-    def _refuse_hold(self, session: Session, pool: Pool) -> NoReturn:
+    def _refuse_hold(self, session: Session, pool: Pool, more: int) -> NoReturn:
         """A limit on holds: who could make place is the session itself, or all of its tenant."""
-        own = refusals.own_limit(session, self.segments, pool.slot_bytes) < 1
+        own = refusals.own_limit(session, self.segments, pool.slot_bytes) < more
         tenant = session.tenant
         asked = [session] if own else [other for other in self.sessions.values() if other.tenant is tenant]
-        self._refuse(refusals.above_limits(session, self.segments, pool.slot_bytes), asked)
+        self._refuse(refusals.above_limits(session, self.segments, pool.slot_bytes, more), asked)
 
     def _refuse(self, why: str, asked: Iterable[Session]) -> NoReturn:
         """Memory is short: what was granted ahead is asked back, and this call gets nothing."""

@@ -243,7 +243,7 @@ class PrefixTree:
             del self.until[row * 4 + HINTED]
         if marks & PINNED:
             del self.until[row * 4 + PINNED]
-            pool.pinned -= 1
+            self._count_pin(row, pool, -1)
             if not self.table.leases[row]:
                 self.segments.live[self.table.place[row] >> 32].held -= 1
 
@@ -305,7 +305,7 @@ class PrefixTree:
             pool = self.pool_of(row)
             if not self.table.leases[row]:
                 self.segments.live[self.table.place[row] >> 32].held += 1
-            pool.pinned += 1
+            self._count_pin(row, pool, 1)
         self.set_until(row, PINNED, at)
 
     def unpin(self, row: int) -> None:
@@ -313,12 +313,16 @@ class PrefixTree:
         table, pool = self.table, self.pool_of(row)
         table.marks[row] &= ~PINNED & 0xFF
         del self.until[row * 4 + PINNED]
-        pool.pinned -= 1
+        self._count_pin(row, pool, -1)
         if table.leases[row]:
             return
         self.segments.live[table.place[row] >> 32].held -= 1
         if not table.listed[row]:
             self.policy.add(pool.order, row, orphan=self.families.is_orphan(row))
+
+    def _count_pin(self, row: int, pool: Pool, more: int) -> None:
+        pool.pinned += more
+        self._namespaces[self.table.namespace[row] - 1].pinned += more
 
     # -- until when
 

@@ -19,11 +19,12 @@ from kvstore.core.reclaim import Reclaimed
 from kvstore.core.segments import FREE, GRANTED, QUARANTINED, Segment
 from kvstore.logs import logger
 from kvstore.server import stats
+from kvstore.server.audit import Who
 from kvstore.server.calls import Node, checked_keys, checked_tenant
 from kvstore.server.peer import Peer
 from kvstored.v1 import DIGEST_PREFIX_BYTES_MIN, KEY_BYTES
 from kvstored.v1 import kvstore_pb2 as pb
-from kvstored.v1.errors import FailedPrecondition, InvalidArgument, Unauthenticated
+from kvstored.v1.errors import FailedPrecondition, InvalidArgument, KVStoreError, Unauthenticated
 from kvstored.v1.shm import ref_segment, ref_slot
 
 log = logger("kvstored.admin")
@@ -34,7 +35,10 @@ STEP_ROWS = 1024
 COUNT_ROWS = 1 << 16
 """Rows in a step that only counts."""
 
-CANDIDATES_NAMED = 8
+PREFIX_ROWS = 1 << 14
+"""Rows in a step that looks for keys by their beginning: 1 ms."""
+
+CANDIDATES_NAMED = 10
 SLOTS_SHOWN = 256
 
 SUPERUSER = 0
@@ -42,11 +46,15 @@ SUPERUSER = 0
 
 def check_allowed(peer: Peer) -> None:
     """Over the session socket, administration is for the daemon's own user and root."""
-    own = os.geteuid()
-    if peer.uid not in (own, SUPERUSER):
+    if not may_administer(peer):
         raise Unauthenticated(
-            f"administration is for the daemon's own user (uid {own}) and root; this process has uid {peer.uid}"
+            f"administration is for the daemon's own user (uid {os.geteuid()}) and root; "
+            f"this process has uid {peer.uid}"
         )
+
+
+def may_administer(peer: Peer) -> bool:
+    return peer.uid in (os.geteuid(), SUPERUSER)
 
 
 def _tenant(node: Node, name: str) -> Tenant | None:
@@ -71,7 +79,7 @@ async def inspect(node: Node, request: pb.InspectRequest) -> pb.InspectReply:
     if what in ("key", "namespace"):
         tenant = _tenant(node, request.tenant)
         if what == "key":
-            _check_length("key", request.key, KEY_BYTES)
+            _check_length("key", request.key, DIGEST_PREFIX_BYTES_MIN)
             return pb.InspectReply() if tenant is None else await _key(node, tenant, request.key)
         _check_length("namespace", request.namespace, DIGEST_PREFIX_BYTES_MIN)
         return pb.InspectReply() if tenant is None else await _namespace(node, tenant, request.namespace)
@@ -91,8 +99,30 @@ def _check_length(what: str, value: bytes, shortest: int) -> None:
         raise InvalidArgument(f"a {what} of {len(value)} bytes; {wanted} are wanted")
 
 
-async def _key(node: Node, tenant: Tenant, key: bytes) -> pb.InspectReply:
+async def _whole_key(node: Node, tenant: Tenant, prefix: bytes) -> bytes:
+    """The key that begins so; what was asked for where there is none. Raises InvalidArgument where there are several.
+
+    A walk over the rows: keys are in no order, and an index of them for this alone would cost every put.
+    """
+    if len(prefix) == KEY_BYTES:
+        return prefix
+    found: dict[bytes, None] = {}
+
+    def step(start: int) -> int | None:
+        after = looking.keys_step(tenant, node.store.table, prefix, start, PREFIX_ROWS, found)
+        return after if len(found) <= CANDIDATES_NAMED else None
+
+    await _in_steps(step)
+    keys = sorted(key for key in found if key in tenant.rows)  # some may have gone meanwhile
+    if len(keys) > 1:
+        named = ", ".join([*(key.hex() for key in keys[:CANDIDATES_NAMED]), *["..."] * (len(keys) > CANDIDATES_NAMED)])
+        raise InvalidArgument(f"{prefix.hex()} begins several keys: {named}")
+    return keys[0] if keys else prefix
+
+
+async def _key(node: Node, tenant: Tenant, prefix: bytes) -> pb.InspectReply:
     store, table, counted = node.store, node.store.table, 0
+    key = await _whole_key(node, tenant, prefix)
     row = tenant.rows.get(key)
     if row is None:
         return pb.InspectReply()
@@ -211,9 +241,10 @@ async def _segment(node: Node, segment: Segment) -> pb.InspectReply:
 # -- evict
 
 
-async def evict(node: Node, request: pb.EvictRequest) -> pb.EvictReply:
+async def evict(node: Node, request: pb.EvictRequest, who: Who) -> pb.EvictReply:
     """Drops what is asked for and held by nobody. A caller that hangs up stops it where it is."""
     store, done, what = node.store, Reclaimed(), request.WhichOneof("what")
+    outcome = "stopped"
     try:
         if what == "keys":
             await _evict_keys(node, _tenant(node, request.tenant), list(checked_keys(request.keys.keys)), done)
@@ -223,18 +254,31 @@ async def evict(node: Node, request: pb.EvictRequest) -> pb.EvictReply:
         elif request.size_bytes or request.all:
             tenant = _tenant(node, request.tenant) if request.tenant else None
             if request.tenant and tenant is None:
-                return pb.EvictReply()
-            if what == "all":
+                pass  # nobody has ever used it, so there is nothing
+            elif what == "all":
                 await _in_steps(lambda at: reclaim.rows_step(store, tenant, None, at, STEP_ROWS, done))
             else:
                 while reclaim.bytes_step(store, tenant, request.size_bytes, STEP_ROWS, done):
                     await asyncio.sleep(0)
         else:
             raise InvalidArgument("nothing to evict: name keys, a namespace, bytes above 0, or all")
+        outcome = "done"
+    except KVStoreError:
+        outcome = "nothing"  # the request was wrong: its caller is told so, and nothing has changed
+        raise
     finally:
-        log.info("evicted as asked", what=what, blocks=done.blocks, size_bytes=done.size_bytes, held=done.held)
+        if outcome != "nothing":
+            _log_evicted(request, outcome, done, who)
         node.jobs_ready()
-    return pb.EvictReply(blocks=done.blocks, size_bytes=done.size_bytes, held=done.held, absent=done.absent)
+    return pb.EvictReply(**vars(done))
+
+
+def _log_evicted(request: pb.EvictRequest, outcome: str, done: Reclaimed, who: Who) -> None:
+    what = request.WhichOneof("what")
+    of = request.tenant or ("*" if what in ("all", "size_bytes") else "default")
+    named = {"namespace": request.namespace.hex()} if what == "namespace" else {}
+    did = {name: getattr(done, name) for name in ("blocks", "size_bytes", "held", "absent")}
+    log.info("evicted as asked", what=what, tenant=of, **named, outcome=outcome, **did, **who)
 
 
 async def _evict_keys(node: Node, tenant: Tenant | None, keys: list[bytes], done: Reclaimed) -> None:
@@ -263,11 +307,11 @@ def _whole_namespace(node: Node, request: pb.EvictRequest) -> Namespace:
 # -- ending a session
 
 
-async def end_session(node: Node, request: pb.EndSessionRequest, own: int = 0) -> pb.EndSessionReply:
+async def end_session(node: Node, request: pb.EndSessionRequest, who: Who, own: int = 0) -> pb.EndSessionReply:
     """Closes the connection of a session that is not `own`, the caller's.
 
     What its process may still write to is quarantined until that process exits. The session
-    may be gone at once, or be there still as ended.
+    may be gone at once, or be there still as ended; it is not found again then.
     """
     number, store = request.session, node.store
     if number == own and own:
@@ -275,10 +319,11 @@ async def end_session(node: Node, request: pb.EndSessionRequest, own: int = 0) -
     session = store.sessions.get(number)
     if session is None:
         return pb.EndSessionReply()
-    if not session.ended:
-        close = node.closers.get(number)
-        if close is None:
-            raise FailedPrecondition(f"session {number} is a call under way ({session.client}); it ends by itself")
-        log.info("session ended as asked", session=number)
-        close()
+    if session.ended:
+        return pb.EndSessionReply(quarantined=len(session.granted))
+    close = node.closers.get(number)
+    if close is None:
+        raise FailedPrecondition(f"session {number} is a call under way ({session.client}); it ends by itself")
+    log.info("session ended as asked", session=number, of_client=session.client, of_pid=session.pid, **who)
+    close()
     return pb.EndSessionReply(found=True, quarantined=len(session.granted))

@@ -4,7 +4,7 @@ A Unix socket has the kernel to say who comes; TCP has nobody. So what other mac
 reach needs TLS and tokens (kvstore/config refuses it otherwise), and where there are no
 tokens, TCP is for the ordinary calls of this machine and not for administration.
 
-The file of tokens is the daemon's own: one that others could have read is refused.
+The file of tokens is the daemon's own (private_file.py).
 
     [tokens.vllm]
     token = "at least 16 characters"
@@ -12,10 +12,8 @@ The file of tokens is the daemon's own: one that others could have read is refus
     admin = false           # may inspect, evict and end sessions, of its tenant
 """
 
-import os
 import re
 import ssl
-import stat
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,12 +21,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
 
-from kvstore.errors import StartupError
+from kvstore.errors import ConfigError
 from kvstore.server.calls import TENANT
+from kvstore.server.private_file import read_private
 from kvstored.v1.errors import Unauthenticated
 
 TOKEN_CHARS_MIN, TOKEN_CHARS_MAX = 16, 1024
-FILE_BYTES_MAX = 1 << 20
 ANY_TENANT = "*"
 SCHEME = "bearer"
 FIELDS = {"token": str, "tenant": str, "admin": bool}
@@ -63,11 +61,9 @@ class Tokens:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Of a file. Raises StartupError that says what is wrong with it, and never what a token is."""
+        """Of a file. Raises ConfigError that says what is wrong with it, and never what a token is."""
         try:
-            tables = tomllib.loads(_private_text(path))
-        except OSError as e:
-            raise _refused(path, f"cannot be read: {e.strerror}") from e
+            tables = tomllib.loads(read_private(path, "server.tokens").decode())
         except (ValueError, RecursionError) as e:
             # Not the parser's own words: they may quote the file.
             raise _refused(path, f"is not TOML that can be read ({type(e).__name__})") from None
@@ -92,7 +88,10 @@ class Tokens:
         grant = self.check(bearer.strip()) if scheme.lower() == SCHEME else None
         if grant is None:
             why = "this token is not known here" if authorization else "this daemon asks for a token"
-            raise Unauthenticated(f"{why}: send authorization: Bearer TOKEN (server.tokens)")
+            raise Unauthenticated(
+                f"{why} (server.tokens): send authorization: Bearer TOKEN; "
+                "Client(token=...) and kvstore-cli --token-file FILE do"
+            )
         return grant
 
 
@@ -100,30 +99,8 @@ def _hash(token: str) -> bytes:
     return sha256(token.encode(errors="surrogatepass")).digest()
 
 
-def _refused(path: Path, why: str) -> StartupError:
-    return StartupError(f"server.tokens: {path} {why}")
-
-
-def _private_text(path: Path) -> str:
-    """The text of a regular file that is its owner's alone."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise _refused(path, "is not a regular file")
-        if status.st_mode & 0o077:
-            raise _refused(
-                path, f"has mode {stat.S_IMODE(status.st_mode):04o}: others may read it or write to it; chmod 600 it"
-            )
-        if status.st_uid not in (os.geteuid(), 0):
-            raise _refused(path, f"belongs to uid {status.st_uid}, not to the daemon's own user or root")
-        with open(descriptor, "rb", closefd=False) as file:
-            content = file.read(FILE_BYTES_MAX + 1)
-    finally:
-        os.close(descriptor)
-    if len(content) > FILE_BYTES_MAX:
-        raise _refused(path, f"is larger than {FILE_BYTES_MAX} bytes")
-    return content.decode()
+def _refused(path: Path, why: str) -> ConfigError:
+    return ConfigError(f"server.tokens: {path} {why}")
 
 
 def _grant(path: Path, name: str, fields: Any) -> tuple[bytes, Grant]:
@@ -159,29 +136,11 @@ class Access:
 
     @classmethod
     def load(cls, tls_cert: Path | None, tls_key: Path | None, tokens: Path | None) -> Self:
-        """Reads the files that the settings name. Raises StartupError naming the setting."""
+        """Reads the files that the settings name. Raises StartupError naming the setting, mostly ConfigError."""
         loaded = Tokens.load(tokens) if tokens is not None else None
         if tls_cert is None or tls_key is None:
             return cls(loaded)
-        read: dict[str, bytes] = {}
-        for key, path in (("server.tls_cert", tls_cert), ("server.tls_key", tls_key)):
-            try:
-                read[key] = path.read_bytes()
-            except OSError as e:
-                raise StartupError(f"{key}: {path} cannot be read: {e.strerror}") from e
-        return cls(loaded, (read["server.tls_key"], read["server.tls_cert"]), _context(tls_cert, tls_key))
+        from kvstore.server import certificate  # a daemon without TLS does not pay for reading certificates
 
-
-def _context(cert: Path, key: Path) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        # A key under a password would be asked for on the terminal otherwise.
-        context.load_cert_chain(cert, key, password=lambda: "")
-    except (OSError, ValueError) as e:  # ssl.SSLError is an OSError
-        why = getattr(e, "reason", None) or str(e)
-        raise StartupError(
-            f"server.tls_cert, server.tls_key: {cert} and {key} are not a PEM certificate and its own key, "
-            f"without a password ({why})"
-        ) from e
-    return context
+        key, chain, context = certificate.load(tls_cert, tls_key)
+        return cls(loaded, (key, chain), context)

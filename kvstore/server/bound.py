@@ -11,6 +11,7 @@ cancelled and answers Unauthenticated.
 
 import asyncio
 import contextlib
+import re
 import secrets
 from collections.abc import Iterator
 from hashlib import sha256
@@ -19,6 +20,8 @@ from kvstore.core.holds import Session
 from kvstored.v1.errors import Unauthenticated
 
 TOKEN_BYTES = 16
+SPELLING = re.compile(rf"[0-9a-f]{{{2 * TOKEN_BYTES}}}")
+"""Of a token in hex: this one and no other, as bytes.fromhex would take spaces and capitals."""
 
 
 class Binding:
@@ -69,10 +72,7 @@ class Bindings:
 
     def find(self, text: str) -> Binding:
         """The session of a token in hex. Raises Unauthenticated where there is none, or none any more."""
-        try:
-            token = bytes.fromhex(text)
-        except ValueError:
-            token = b""
+        token = bytes.fromhex(text) if SPELLING.fullmatch(text) else b""
         found = self._by_hash.get(sha256(token).digest())
         if found is None:
             raise _unknown()

@@ -7,13 +7,15 @@ Limits on what a message may name are checked here, before the store sees it.
 import asyncio
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvstore.core import holds
 from kvstore.core.holds import Namespace, Session, Tenant
 from kvstore.core.store import STORED, Store
+from kvstore.server.audit import Refusals
 from kvstore.server.bound import Bindings
 from kvstore.server.figures import Figures
 from kvstored.v1 import KEY_BYTES, KEYS_MAX
@@ -64,13 +66,15 @@ class Node:
     lease_ttl_s: float = 30.0
     protocol_errors: int = 0
     internal_errors: int = 0
-    """Exceptions in calls that are bugs of the daemon; any makes it unhealthy."""
+    """Exceptions in calls that are bugs of the daemon; any makes it unhealthy for a while (readiness.py)."""
     figures: Figures = field(init=False)
     closers: dict[int, Callable[[], None]] = field(default_factory=dict)
     """How the edge that opened a session closes it, by the session's number."""
 
     bindings: Bindings = field(default_factory=Bindings)
     """Tokens by which gRPC calls are a session's."""
+
+    refusals: Refusals = field(default_factory=Refusals)
 
     def __post_init__(self) -> None:
         self.figures = Figures(self.store.counts)
@@ -189,6 +193,33 @@ def commit_into(reply: pb.CommitReply, node: Node, session: Session, request: pb
         reply.slots.extend(ahead)
         if len(ahead) < request.want:
             node.jobs_ready()  # have some evicted before the next put asks
+
+
+def abort(node: Node, session: Session, request: pb.AbortRequest) -> pb.AbortReply:
+    node.store.abort(session, _given_back(request, dict.fromkeys(session.granted, 1)))
+    session.gave_back += 1
+    return pb.AbortReply()
+
+
+def release(node: Node, session: Session, request: pb.ReleaseRequest) -> pb.ReleaseReply:
+    node.store.release(session, _given_back(request, session.leased))
+    session.gave_back += 1
+    return pb.ReleaseReply()
+
+
+def _given_back(request: pb.AbortRequest | pb.ReleaseRequest, held: Mapping[int, int]) -> Sequence[int]:
+    """The slots that are named; with `all` whatever is held, but for what is named to be kept."""
+    if not request.all:
+        if request.keep:
+            raise InvalidArgument("keep goes with all = true")
+        return list(request.slots)
+    if request.slots:
+        raise InvalidArgument("slots or all = true: one of them")
+    keep = Counter(request.keep)
+    for slot, count in keep.items():
+        if held.get(slot, 0) < count:
+            raise InvalidArgument(f"slot {slot:#x} is not held {count} times by this session, and cannot be kept")
+    return list((Counter(held) - keep).elements())
 
 
 def match(node: Node, tenant: Tenant, request: pb.MatchRequest) -> pb.MatchReply:

@@ -11,7 +11,6 @@ itself), and no clock runs against it.
 """
 
 import asyncio
-import contextlib
 import errno
 import fcntl
 import os
@@ -285,14 +284,6 @@ def watch(loop: asyncio.AbstractEventLoop, descriptor: int, callback: Callable[[
     if stale:
         log.error("a descriptor was closed while it was watched; it is another's now", descriptor=descriptor)
     loop.add_reader(descriptor, callback)
-
-
-def turn_away(sock: socket.socket, reason: str, code: int) -> None:
-    """Closes a socket just accepted; its first and last frame says why."""
-    payload = _last_words(reason, code)
-    with contextlib.suppress(OSError):  # gone already, which is as well
-        sock.send(_LENGTH.pack(len(payload)) + payload, socket.MSG_DONTWAIT)
-    sock.close()
 
 
 def _last_words(reason: str, code: int) -> bytes:

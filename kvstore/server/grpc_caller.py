@@ -19,6 +19,7 @@ import grpc
 
 from kvstore.core.holds import Session
 from kvstore.server import calls
+from kvstore.server.audit import Who
 from kvstore.server.auth import Grant, Tokens
 from kvstore.server.bound import Binding
 from kvstore.server.calls import Node
@@ -53,6 +54,15 @@ class Caller:
     grant: Grant | None = None
     """What its token allows; None where the daemon asks for none."""
     binding: Binding | None = None
+    peer: str = ""
+    """Its address, as gRPC writes it."""
+
+    def who(self) -> Who:
+        """Who it is, for the log: by its token's name, never by the token."""
+        of: dict[str, Any] = {"peer": self.peer, "client": self.client}
+        if self.grant is not None:
+            of = {"token_name": self.grant.name, "token_tenant": self.grant.tenant, **of}
+        return {**of, "session": self.binding.session.id} if self.binding is not None else of
 
     def bound(self, call: str) -> Session:
         """The session that this call is of. Raises FailedPrecondition where it is of none."""
@@ -111,7 +121,7 @@ def caller_of(node: Node, context: Any, tokens: Tokens | None, *, tcp: bool) -> 
     if grant is not None:
         grant.check_tenant(tenant or "default")
     reports = metadata.get("kvstored-reports") == "1"
-    return Caller(tenant, client or context.peer(), tcp, reports, grant, binding)
+    return Caller(tenant, client or context.peer(), tcp, reports, grant, binding, context.peer())
 
 
 class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
@@ -121,23 +131,32 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     added later is not open by oversight.
     """
 
-    def __init__(self, tokens: Tokens, open_to_all: frozenset[str], status: Callable[[KVStoreError], Any]) -> None:
+    def __init__(
+        self,
+        tokens: Tokens,
+        open_to_all: frozenset[str],
+        status: Callable[[KVStoreError], Any],
+        refused: Callable[[str, str, KVStoreError], None],
+    ) -> None:
+        """`refused`: is told the method, the peer and why."""
         self._tokens = tokens
         self._open_to_all = open_to_all
         self._status = status
+        self._refused = refused
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
         if details.method not in self._open_to_all:
             try:
                 self._tokens.of_header(texts(details.invocation_metadata).get("authorization"))
             except Unauthenticated as e:
-                return self._refusal(e)
+                return self._refusal(details.method, e)
         return await continuation(details)
 
-    def _refusal(self, error: Unauthenticated) -> Any:
+    def _refusal(self, method: str, error: Unauthenticated) -> Any:
         """A handler for any kind of call: one that waits for no message."""
 
         async def refuse(_: Any, context: Any) -> None:
+            self._refused(method, context.peer(), error)
             await context.abort(self._status(error), str(error))
 
         return grpc.stream_unary_rpc_method_handler(refuse, None, None)

@@ -6,13 +6,15 @@ administration.
 """
 
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.message import Message
 
-from kvstore.core.holds import Tenant
+from kvstore.core.holds import Session, Tenant
+from kvstore.core.store import Store
 from kvstore.server import admin, calls
 from kvstore.server.auth import ANY_TENANT
 from kvstore.server.calls import Node
@@ -21,6 +23,7 @@ from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.errors import Unauthenticated
 
 Answer = Callable[[Node, Caller, Any], Message | Awaitable[Message]]
+GiveBack = Callable[[Store, Session, Any], None]
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class Call:
     answer: Answer
     places: str = ""
     """Which bound on calls under way it counts for; "" for what is answered in one step or a bounded time."""
+    give_back: GiveBack | None = None
+    """Undoes what an answer grants to the session: for one that did not get out, of which nobody knows what it says."""
 
 
 STREAMS, ADMINISTRATION = "streams", "administration"
@@ -67,9 +72,13 @@ def _commit(node: Node, caller: Caller, request: pb.CommitRequest) -> pb.CommitR
     return reply
 
 
+def _give_back_slots(store: Store, session: Session, reply: pb.ReserveReply | pb.CommitReply) -> None:
+    if not session.ended:
+        store.abort(session, [slot for slot in reply.slots if slot in session.granted])
+
+
 def _abort(node: Node, caller: Caller, request: pb.AbortRequest) -> pb.AbortReply:
-    node.store.abort(caller.bound("Abort"), list(request.slots))
-    return pb.AbortReply()
+    return calls.abort(node, caller.bound("Abort"), request)
 
 
 def _acquire(node: Node, caller: Caller, request: pb.AcquireRequest) -> pb.AcquireReply:
@@ -79,15 +88,28 @@ def _acquire(node: Node, caller: Caller, request: pb.AcquireRequest) -> pb.Acqui
     return pb.AcquireReply(slots=node.store.acquire(session, namespace, keys, time.monotonic()))
 
 
+def _give_back_leases(store: Store, session: Session, reply: pb.AcquireReply) -> None:
+    """One hold for each time that a slot is named, if they are there still."""
+    if not session.ended:
+        named = Counter(reply.slots)
+        held = {slot: min(count, session.leased.get(slot, 0)) for slot, count in named.items()}
+        store.release(session, list(Counter(held).elements()))
+
+
 def _release(node: Node, caller: Caller, request: pb.ReleaseRequest) -> pb.ReleaseReply:
-    node.store.release(caller.bound("Release"), list(request.slots))
-    return pb.ReleaseReply()
+    return calls.release(node, caller.bound("Release"), request)
 
 
 # -- administration
 
 
 def _inspect(node: Node, caller: Caller, request: pb.InspectRequest) -> Awaitable[pb.InspectReply]:
+    with node.refusals.told("Inspect", caller.who()):
+        _check_inspect(node, caller, request)
+    return admin.inspect(node, request)
+
+
+def _check_inspect(node: Node, caller: Caller, request: pb.InspectRequest) -> None:
     caller.check_admin()
     what = request.WhichOneof("what")
     if what == "session":
@@ -101,23 +123,24 @@ def _inspect(node: Node, caller: Caller, request: pb.InspectRequest) -> Awaitabl
             )
     else:
         _check_scope(caller, request.tenant or "default")
-    return admin.inspect(node, request)
 
 
 def _evict(node: Node, caller: Caller, request: pb.EvictRequest) -> Awaitable[pb.EvictReply]:
-    caller.check_admin()
-    caller.check_changes("evict")
     everybody = request.WhichOneof("what") in ("size_bytes", "all")
-    _check_scope(caller, request.tenant or (ANY_TENANT if everybody else "default"))
-    return admin.evict(node, request)
+    with node.refusals.told("Evict", caller.who()):
+        caller.check_admin()
+        caller.check_changes("evict")
+        _check_scope(caller, request.tenant or (ANY_TENANT if everybody else "default"))
+    return admin.evict(node, request, caller.who())
 
 
 def _end_session(node: Node, caller: Caller, request: pb.EndSessionRequest) -> Awaitable[pb.EndSessionReply]:
-    caller.check_admin()
-    caller.check_changes("end a session")
-    _check_session(node, caller, request.session)
+    with node.refusals.told("EndSession", caller.who()):
+        caller.check_admin()
+        caller.check_changes("end a session")
+        _check_session(node, caller, request.session)
     own = caller.binding.session.id if caller.binding is not None else 0
-    return admin.end_session(node, request, own)
+    return admin.end_session(node, request, caller.who(), own)
 
 
 def _check_session(node: Node, caller: Caller, number: int) -> None:
@@ -144,10 +167,10 @@ CALLS: dict[str, Call] = {
     "Unpin": Call(pb.UnpinRequest, _changing(calls.unpin)),
     "Clear": Call(pb.ClearRequest, _changing(calls.clear), STREAMS),
     "Health": Call(pb.HealthRequest, lambda node, _, __: calls.health(node)),
-    "Reserve": Call(pb.ReserveRequest, _reserve),
-    "Commit": Call(pb.CommitRequest, _commit),
+    "Reserve": Call(pb.ReserveRequest, _reserve, give_back=_give_back_slots),
+    "Commit": Call(pb.CommitRequest, _commit, give_back=_give_back_slots),
     "Abort": Call(pb.AbortRequest, _abort),
-    "Acquire": Call(pb.AcquireRequest, _acquire),
+    "Acquire": Call(pb.AcquireRequest, _acquire, give_back=_give_back_leases),
     "Release": Call(pb.ReleaseRequest, _release),
     "Inspect": Call(pb.InspectRequest, _inspect, ADMINISTRATION),
     "Evict": Call(pb.EvictRequest, _evict, ADMINISTRATION),

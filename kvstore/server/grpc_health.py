@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from kvstore.server.calls import Node
 from kvstore.server.grpc_caller import Places
-from kvstore.server.grpc_streams import parsed, unstalled
+from kvstore.server.grpc_streams import Stall, parsed, unstalled
 
 WATCHES_MAX = 64
 REFLECTIONS_MAX = 16
@@ -170,13 +170,13 @@ class ReflectionService:
             with self._places.one():
                 async with unstalled(
                     REFLECTION_IDLE_S, "the next question did not come", "a bound of the daemon"
-                ) as limit:
-                    async for answer in self._servicer.ServerReflectionInfo(self._questions(context, limit), context):
+                ) as stall:
+                    async for answer in self._servicer.ServerReflectionInfo(self._questions(context, stall), context):
                         await context.write(answer.SerializeToString())
 
         await self._guard("ServerReflectionInfo", context, work())
 
-    async def _questions(self, context: Any, limit: asyncio.Timeout) -> AsyncIterator[Any]:
+    async def _questions(self, context: Any, stall: Stall) -> AsyncIterator[Any]:
         while (message := await context.read()) is not grpc.aio.EOF:
-            limit.reschedule(asyncio.get_running_loop().time() + REFLECTION_IDLE_S)
+            stall.alive()
             yield parsed(self._node, reflection_pb2.ServerReflectionRequest, message)

@@ -22,13 +22,14 @@ import grpc
 from kvstore.core.holds import Namespace, Session
 from kvstore.logs import logger
 from kvstore.server import calls
-from kvstore.server.auth import Access
+from kvstore.server.auth import ANY_TENANT, Access
 from kvstore.server.calls import Node
 from kvstore.server.grpc_caller import Caller, Gate, Places, Unsaid, caller_of
-from kvstore.server.grpc_calls import ADMINISTRATION, CALLS, STREAMS, Call
+from kvstore.server.grpc_calls import ADMINISTRATION, CALLS, STREAMS, Call, GiveBack
 from kvstore.server.grpc_health import OPEN_TO_ALL, HealthService, ReflectionService
 from kvstore.server.grpc_listen import bind, credentials_of, keep_freed_memory
 from kvstore.server.grpc_streams import GetStream, PutStream, parsed, unstalled
+from kvstore.server.stats import keep_only
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.errors import KVStoreError, ResourceExhausted
 
@@ -46,6 +47,9 @@ UNSAID_MAX = 128
 UNSAID_WAIT_S = 5.0
 """Calls whose one message has not come, and how long it may take. gRPC itself would wait for ever."""
 
+ANSWER_WAIT_S = 5.0
+"""How long a caller may take to take what a bound call granted to it."""
+
 RPCS_MAX = 512
 """Calls of any kind at once; gRPC itself refuses what comes on top. All bounds on calls that take long are together
 smaller, whatever callers do, so that there is always room for those that are answered at once."""
@@ -58,6 +62,10 @@ CONNECTIONS_MAX = 1024
 
 HANDSHAKE_S = 5.0
 """A connection that has not said by then that it speaks HTTP/2 (and TLS) is closed."""
+
+CONNECTION_IDLE_S = 300.0
+"""Without a call under way; then a connection is told to go, and its client makes another with its next call. Else
+connections that ask for nothing would keep others away for ever."""
 
 MESSAGE_BYTES_MAX = 4 << 20
 FRAME_BYTES = 4 << 20
@@ -103,7 +111,8 @@ class GrpcEdge:
     async def start(self) -> None:
         """Binds and serves. Raises OSError naming the holder where the address is taken."""
         keep_freed_memory()
-        gates = [] if self._access.tokens is None or not self._tcp else [Gate(self._access.tokens, OPEN_TO_ALL, status)]
+        tokens = self._access.tokens if self._tcp else None
+        gates = [] if tokens is None else [Gate(tokens, OPEN_TO_ALL, status, self._refused)]
         self._server = grpc.aio.server(
             interceptors=gates,
             maximum_concurrent_rpcs=RPCS_MAX,
@@ -116,6 +125,7 @@ class GrpcEdge:
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1000)),
                 ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX),
+                ("grpc.max_connection_idle_ms", int(CONNECTION_IDLE_S * 1000)),
             ],
         )
         own = grpc.method_handlers_generic_handler(SERVICE, self._handlers())
@@ -140,11 +150,13 @@ class GrpcEdge:
 
         All are taken as streams, so that it is ours for how long a first message is waited for.
         """
-        stats = Call(pb.StatsRequest, lambda _, __, ___: self.stats())
-        handlers = {
-            name: grpc.stream_unary_rpc_method_handler(self._unary(name, call), None, None)
-            for name, call in {**CALLS, "Stats": stats}.items()
-        }
+        stats = Call(pb.StatsRequest, lambda _, caller, __: self._stats(caller))
+        handlers = {}
+        for name, call in {**CALLS, "Stats": stats}.items():
+            kind = grpc.stream_unary_rpc_method_handler
+            if call.give_back is not None:  # it writes its answer itself (`_deliver`); on the wire that is the same
+                kind = grpc.stream_stream_rpc_method_handler
+            handlers[name] = kind(self._unary(name, call), None, None)
         handlers["Put"] = grpc.stream_unary_rpc_method_handler(self._put, None, None)
         handlers["Get"] = grpc.stream_stream_rpc_method_handler(self._get, None, None)
         return handlers
@@ -187,10 +199,30 @@ class GrpcEdge:
     def _caller(self, context: Any) -> Caller:
         return caller_of(self.node, context, self._access.tokens, tcp=self._tcp)
 
+    def _told(self, call: Call, name: str, context: Any) -> contextlib.AbstractContextManager[None]:
+        """What refuses a call of the administration is logged."""
+        if call.places != ADMINISTRATION:
+            return contextlib.nullcontext()
+        return self.node.refusals.told(name, {"peer": context.peer()})
+
+    def _refused(self, method: str, peer: str, error: KVStoreError) -> None:
+        """The gate let somebody not in."""
+        name = method.removeprefix(f"/{SERVICE}/")
+        if name in CALLS and CALLS[name].places == ADMINISTRATION:
+            self.node.refusals.note(name, {"peer": peer}, error)
+
+    def _stats(self, caller: Caller) -> pb.StatsReply:
+        """A token for one tenant shows what is of that tenant."""
+        reply = self.stats()
+        if caller.grant is not None and caller.grant.tenant != ANY_TENANT:
+            keep_only(reply, self.node.store, caller.grant.tenant)
+        return reply
+
     def _unary(self, name: str, call: Call) -> Any:
-        async def work(context: Any) -> bytes:
+        async def work(context: Any) -> bytes | None:
             request = parsed(self.node, call.kind, await self._message(context))
-            caller = self._caller(context)
+            with self._told(call, name, context):
+                caller = self._caller(context)
             if name == "OpenNamespace":
                 await context.send_initial_metadata((("kvstored-epoch", str(self.node.epoch)),))
             began = time.perf_counter()
@@ -199,19 +231,38 @@ class GrpcEdge:
                 if inspect.isawaitable(reply):
                     with caller.under_way():
                         reply = await reply
+            if call.give_back is not None:
+                await self._deliver(context, call.give_back, caller.bound(name), reply)
             if name in ("Match", "Acquire"):
                 namespace = self.node.store.namespaces[request.namespace_id - 1]
                 found = reply.blocks if name == "Match" else len(reply.slots)
                 self._saw(caller, name, namespace, found, len(request.keys), began)
             if self.node.store.segments.jobs:
                 self.node.jobs_ready()
-            answer: bytes = reply.SerializeToString()
-            return answer
+            return reply.SerializeToString() if call.give_back is None else None
 
-        async def handle(_: Any, context: Any) -> bytes:
+        async def handle(_: Any, context: Any) -> bytes | None:
             return await self._answer(name, context, work(context))
 
         return handle
+
+    async def _deliver(self, context: Any, give_back: GiveBack, session: Session, reply: Any) -> None:
+        """Sends what a call granted, ahead of its status; what does not get out is given back.
+
+        Where an answer goes with the status, gRPC tells nobody whether it got out. So no caller
+        was told OK of what is given back here, and none may use it. Where the session gave
+        something back by itself meanwhile, that may have been this, and another call's since:
+        then it stays, and Abort or Release with `all` ends it.
+        """
+        gave_back = session.gave_back
+        try:
+            async with unstalled(ANSWER_WAIT_S, "the answer was not taken", "a limit of calls that grant something"):
+                await context.write(reply.SerializeToString())
+        except BaseException:
+            if session.gave_back == gave_back:
+                give_back(self.node.store, session, reply)
+                self.node.jobs_ready()
+            raise
 
     @contextlib.contextmanager
     def _session(self, caller: Caller) -> Iterator[Session]:
@@ -257,8 +308,8 @@ class GrpcEdge:
             caller = self._caller(context)
             caller.check_changes("put")
             with self._session(caller) as session:
-                async with unstalled(self.node.lease_ttl_s, "the next chunk did not come") as limit:
-                    stream = PutStream(self.node, session, context, limit)
+                async with unstalled(self.node.lease_ttl_s, "the next chunk did not come") as stall:
+                    stream = PutStream(self.node, session, context, stall)
                     with self._counted(caller, "Put", stream):
                         reply = await stream.run()
             return reply.SerializeToString()
@@ -273,8 +324,8 @@ class GrpcEdge:
             # gRPC sends it again with the status, fails at that, and the caller never gets a status (seen).
             await context.send_initial_metadata(())
             with self._session(caller) as session:
-                async with unstalled(self.node.lease_ttl_s, "the last chunk was not taken") as limit:
-                    stream = GetStream(self.node, session, context, limit)
+                async with unstalled(self.node.lease_ttl_s, "the last chunk was not taken") as stall:
+                    stream = GetStream(self.node, session, context, stall)
                     with self._counted(caller, "Get", stream):
                         await stream.run(request)
 

@@ -24,6 +24,7 @@ from kvstore.server import calls
 from kvstore.server.calls import Node
 from kvstored.v1 import CHUNK_BYTES_MAX, KEY_BYTES, chunks, shm
 from kvstored.v1 import kvstore_pb2 as pb
+from kvstored.v1.chunks import Chunk
 from kvstored.v1.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, ResourceExhausted
 
 PUT_BLOCKS, PUT_BYTES = 16, 32 << 20
@@ -42,29 +43,62 @@ def parsed(node: Node, kind: Any, message: bytes) -> Any:
         raise InvalidArgument(f"{len(message)} bytes that are not a {kind.DESCRIPTOR.name}") from e
 
 
+class Stall:
+    """Ends what it guards once its caller has done nothing for so long; `alive` says that it did something.
+
+    A timer that is set anew with each message took 3 % of a stream's time: this one is left
+    alone, and looks when it is due how long ago that was.
+    """
+
+    def __init__(self, limit: asyncio.Timeout, seconds: float) -> None:
+        self._limit = limit
+        self._seconds = seconds
+        self._loop = asyncio.get_running_loop()
+        self._last = self._loop.time()
+        self._timer = self._loop.call_later(seconds, self._look)
+
+    def alive(self) -> None:
+        self._last = self._loop.time()
+
+    def pause(self) -> None:
+        """Until `alive` it is not the caller who is waited for."""
+        self._last = float("inf")
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        now, due = self._loop.time(), self._last + self._seconds
+        if due > now:
+            self._timer = self._loop.call_at(min(due, now + self._seconds), self._look)
+        else:
+            self._limit.reschedule(now)
+
+
 @contextlib.asynccontextmanager
-async def unstalled(seconds: float, what: str, whose: str = "lease.ttl") -> AsyncIterator[asyncio.Timeout]:
-    """Ends the block by DeadlineExceeded unless the timeout is rescheduled again and again."""
+async def unstalled(seconds: float, what: str, whose: str = "lease.ttl") -> AsyncIterator[Stall]:
+    """Ends the block by DeadlineExceeded unless it says again and again that its caller is alive."""
     try:
-        async with asyncio.timeout(seconds) as limit:
-            yield limit
+        async with asyncio.timeout(None) as limit:
+            with contextlib.closing(Stall(limit, seconds)) as stall:
+                yield stall
     except TimeoutError:
         raise DeadlineExceeded(f"{what} within {seconds:g} s ({whose})") from None
 
 
 class PutStream:
-    """One Put: a header, then each block's bytes in chunks and their checksum.
+    """One Put: a header, then each block's bytes in chunks, the last of them with their checksum.
 
     A slot is reserved when a block's turn comes, so what a slow caller holds is what it has
     sent. Blocks wait for their commit in small batches, never so long that the first one's
     reservation could expire while the caller keeps sending.
     """
 
-    def __init__(self, node: Node, session: Session, context: Any, limit: asyncio.Timeout) -> None:
+    def __init__(self, node: Node, session: Session, context: Any, stall: Stall) -> None:
         self._node = node
         self._session = session
         self._context = context
-        self._limit = limit
+        self._stall = stall
         self._header = pb.PutHeader()
         self._namespace: Namespace
         self._slot_bytes = 0
@@ -116,8 +150,10 @@ class PutStream:
 
     async def _receive_header(self) -> None:
         first = await self._next()
-        if not isinstance(first, pb.PutChunk) or first.WhichOneof("part") != "header":
+        if not isinstance(first, pb.PutChunk) or not first.HasField("header"):
             raise InvalidArgument("the first message of a Put is its header")
+        if first.data or first.HasField("checksum"):
+            raise InvalidArgument("the header of a Put comes in a message of its own")
         header = self._header = first.header
         store = self._node.store
         self._namespace = store.namespace(self._session.tenant, header.namespace_id)
@@ -154,34 +190,35 @@ class PutStream:
             self._commit()
         if not self._waiting:
             self._commit_by = time.monotonic() + ttl_s / 2
-        self._limit.reschedule(None)  # waiting for memory is not the caller's fault, and bounded by itself
+        self._stall.pause()  # waiting for memory is not the caller's fault, and bounded by itself
         (slot,) = await calls.reserve(self._node, session, self._namespace, 1, time.monotonic() + ttl_s)
-        self._alive()
+        self._stall.alive()
         return slot
 
     async def _receive_block(self, i: int, slot: int) -> None:
         """Into the slot, while it is ours; verified at the end."""
-        segment, at = shm.ref_segment(slot), shm.ref_slot(slot) * self._slot_bytes
-        end = at + self._namespace.block_bytes
+        left = self._namespace.block_bytes
+        block = self._node.slab.bytes_at(shm.ref_segment(slot), shm.ref_slot(slot) * self._slot_bytes, left)
         digest = xxhash.xxh3_64()
-        while at < end:
-            chunk = await self._chunk(i, end - at)
+        checksum: int | None = None
+        while left:
+            chunk, checksum = await self._chunk(i, left)
             if slot not in self._session.granted:
                 raise FailedPrecondition(
                     f"block {i} came too slowly: its reservation expired after {self._node.lease_ttl_s:g} s (lease.ttl)"
                 )
-            self._node.slab.bytes_at(segment, at, len(chunk))[:] = chunk
+            block[-left:][: len(chunk)] = chunk
             digest.update(chunk)
-            at += len(chunk)
-        if await self._checksum(i) != digest.intdigest():
+            left -= len(chunk)
+            del chunk  # its memory is for the next one
+        if checksum != digest.intdigest():
             raise InvalidArgument(f"block {i} does not match its checksum (xxh3-64)")
 
     async def _skip(self, i: int) -> None:
         """Takes the bytes of a block that is there already."""
         left = self._namespace.block_bytes
         while left:
-            left -= len(await self._chunk(i, left))
-        await self._checksum(i)
+            left -= len((await self._chunk(i, left))[0])
 
     def _commit(self) -> None:
         """Makes what waits visible; slots that were not needed go back."""
@@ -218,48 +255,46 @@ class PutStream:
 
     # -- messages
 
-    async def _next(self) -> memoryview | pb.PutChunk | None:
-        """Bytes as a view, other messages parsed, None at the end."""
+    async def _next(self) -> Chunk | pb.PutChunk | None:
+        """A chunk as it is usually written, other messages parsed, None at the end."""
         message = await self._context.read()
-        self._alive()
+        self._stall.alive()
         if message is grpc.aio.EOF:
             return None
-        return chunks.decode_data(message) or parsed(self._node, pb.PutChunk, message)
+        return chunks.decode(message) or parsed(self._node, pb.PutChunk, message)
 
-    async def _chunk(self, i: int, left: int) -> memoryview:
+    async def _chunk(self, i: int, left: int) -> Chunk:
+        """The next bytes of a block of which `left` are to come; with the last of them, and only then, its checksum."""
         part = await self._next()
-        if isinstance(part, pb.PutChunk) and part.WhichOneof("part") == "data":
-            part = memoryview(part.data)
-        if not isinstance(part, memoryview):
-            raise InvalidArgument(f"block {i}: {_named(part)} where {left} more bytes were expected")
-        if not 1 <= len(part) <= min(CHUNK_BYTES_MAX, left):
+        if isinstance(part, pb.PutChunk):
+            if part.HasField("header"):
+                raise InvalidArgument(f"block {i}: a header where {left} more bytes were expected")
+            part = memoryview(part.data), part.checksum if part.HasField("checksum") else None
+        if part is None:
+            raise InvalidArgument(f"block {i}: the stream ended where {left} more bytes were expected")
+        data, checksum = part
+        if not 1 <= len(data) <= min(CHUNK_BYTES_MAX, left):
             raise InvalidArgument(
-                f"block {i}: a chunk of {len(part)} bytes; 1 to {min(CHUNK_BYTES_MAX, left)} are allowed here"
+                f"block {i}: a chunk of {len(data)} bytes; 1 to {min(CHUNK_BYTES_MAX, left)} are allowed here"
             )
+        if (checksum is not None) != (len(data) == left):
+            early = f"a checksum {left - len(data)} bytes before its end"
+            raise InvalidArgument(f"block {i}: {'no checksum with its last bytes' if checksum is None else early}")
         return part
-
-    async def _checksum(self, i: int) -> int:
-        part = await self._next()
-        if not isinstance(part, pb.PutChunk) or part.WhichOneof("part") != "checksum":
-            raise InvalidArgument(f"block {i}: {_named(part)} where its checksum was expected")
-        return part.checksum
-
-    def _alive(self) -> None:
-        self._limit.reschedule(asyncio.get_running_loop().time() + self._node.lease_ttl_s)
 
 
 class GetStream:
-    """One Get: how many blocks there are, then each one's bytes in chunks and their checksum.
+    """One Get: how many blocks there are, then each one's bytes in chunks, the last of them with their checksum.
 
     Blocks are held while their bytes are sent, a few at a time. What eviction takes before
     its turn ends the stream early: the caller counts whole blocks, not the announcement.
     """
 
-    def __init__(self, node: Node, session: Session, context: Any, limit: asyncio.Timeout) -> None:
+    def __init__(self, node: Node, session: Session, context: Any, stall: Stall) -> None:
         self._node = node
         self._session = session
         self._context = context
-        self._limit = limit
+        self._stall = stall
         self._namespace: Namespace
         self._sent = self._asked = 0
 
@@ -304,10 +339,4 @@ class GetStream:
 
     async def _write(self, message: bytes) -> None:
         await self._context.write(message)
-        self._limit.reschedule(asyncio.get_running_loop().time() + self._node.lease_ttl_s)
-
-
-def _named(part: memoryview | pb.PutChunk | None) -> str:
-    if part is None:
-        return "the stream ended"
-    return "bytes" if isinstance(part, memoryview) else f"a {part.WhichOneof('part') or 'message without a part'}"
+        self._stall.alive()

@@ -4,6 +4,8 @@ Only GET and HEAD, no body is read, nothing changes the store. Everything that a
 make us wait for or keep is bounded: connections, the bytes of a request, and the time from
 the begin of a connection to the end of the answer, however slowly it is asked or taken. A
 connection has one request, so nothing is sent ahead of an answer and nothing waits for more.
+Where all places are taken, who has asked keeps its place, and of the others the one that
+has waited longest makes room: silence, in a loop or not, keeps nobody away.
 
 A scrape costs milliseconds of the loop that all clients wait for, so there are at most ten a
 second: who asks meanwhile shares the next one with all others, which is begun after they
@@ -11,7 +13,6 @@ asked. Nothing older than the question is ever answered.
 """
 
 import asyncio
-import errno
 import json
 import logging
 import os
@@ -23,18 +24,24 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http import HttpVersion10, HttpVersion11, RawRequestMessage
+from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler
 
-from kvstore.instance import port_holder
 from kvstore.logs import logger
-from kvstore.server.addresses import addresses_of, family_of, shown
+from kvstore.server.addresses import bound, listen
 from kvstore.server.frames import watch
 from kvstore.server.readiness import Answer
 
 log = logger("kvstored.http")
 
 CONNECTIONS_MAX = 64
-"""At once; one more is closed."""
+"""At once; for one more, the one that has waited longest without a whole request is closed, or else it itself."""
+
+ACCEPTS_A_TURN = 4
+"""Of one listener. A connection whose request has come needs a few turns of the event loop until that is
+known; so many new ones cannot push it out meanwhile."""
 
 EXCHANGE_S = 10.0
 """From the begin of a connection until its request has come and the answer is taken; then it is closed."""
@@ -49,6 +56,14 @@ ACCEPT_AGAIN_S = 1.0
 """Until it is tried again, where the daemon has no descriptor left."""
 
 STOP_S = 1.0
+
+VERSIONS = (HttpVersion10, HttpVersion11)
+"""What is spoken. The library would answer HTTP/0.9, which has no status and no headers, with both."""
+
+REFUSED = "refused"
+"""Set on a request of another version."""
+
+UNREADABLE = "this is not a request that can be read\n"
 
 NO_LOG = logging.getLogger("kvstored.http.requests")
 NO_LOG.setLevel(logging.CRITICAL)
@@ -118,13 +133,16 @@ class HttpEdge:
         self._ready = Shared(READY_GAP_S, ready)
         self._server: web.Server | None = None
         self._listeners: list[socket.socket] = []
-        self._serving: set[asyncio.Task[None]] = set()
+        self._serving: dict[asyncio.Task[None], _Connection] = {}
+        """Whose places are taken, oldest first."""
+        self._ending: set[asyncio.Task[None]] = set()
+        """Those that made room, until they are gone."""
         self._loop = asyncio.get_running_loop()
 
     async def start(self) -> None:
         """Binds and serves. Raises OSError naming the holder where the address is taken."""
         self._listeners, self.address = listening(self.address)
-        self._server = web.Server(self._answer)
+        self._server = web.Server(self._answer, request_factory=self._asked)
         for listener in self._listeners:
             watch(self._loop, listener.fileno(), partial(self._accept, listener))
         log.info(f"serving HTTP on {self.address}")
@@ -134,9 +152,10 @@ class HttpEdge:
         for listener in self._listeners:
             self._loop.remove_reader(listener)
             listener.close()
-        for task in self._serving:
+        tasks = [*self._serving, *self._ending]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._serving, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._server is not None:
             await self._server.shutdown(STOP_S)
         if self._listeners and self.address.startswith("unix:"):
@@ -144,7 +163,7 @@ class HttpEdge:
         self._listeners = []
 
     def _accept(self, listener: socket.socket) -> None:
-        for _ in range(BACKLOG):
+        for _ in range(ACCEPTS_A_TURN):
             try:
                 sock, _ = listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -155,23 +174,38 @@ class HttpEdge:
                 self._loop.remove_reader(listener)
                 self._loop.call_later(ACCEPT_AGAIN_S, self._accept_again, listener)
                 return
-            if len(self._serving) >= CONNECTIONS_MAX:
+            if len(self._serving) >= CONNECTIONS_MAX and not self._make_place():
                 log.warning("an HTTP connection too many", at_most=CONNECTIONS_MAX)
                 sock.close()
                 continue
             sock.setblocking(False)
-            task = self._loop.create_task(self._serve(sock))
-            self._serving.add(task)
-            task.add_done_callback(self._serving.discard)
+            assert self._server is not None
+            connection = _Connection(self._server, self._loop)
+            task = self._loop.create_task(self._serve(sock, connection))
+            self._serving[task] = connection
+            task.add_done_callback(self._over)
+
+    def _make_place(self) -> bool:
+        """Ends the connection that has waited longest without a whole request; False where all have asked."""
+        silent = next((task for task, connection in self._serving.items() if not connection.asked), None)
+        if silent is None:
+            return False
+        log.warning("an HTTP connection without a request made room for another", at_most=CONNECTIONS_MAX)
+        del self._serving[silent]
+        self._ending.add(silent)
+        silent.cancel()
+        return True
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        self._serving.pop(task, None)
+        self._ending.discard(task)
 
     def _accept_again(self, listener: socket.socket) -> None:
         if listener.fileno() >= 0:
             watch(self._loop, listener.fileno(), partial(self._accept, listener))
 
-    async def _serve(self, sock: socket.socket) -> None:
+    async def _serve(self, sock: socket.socket, connection: "_Connection") -> None:
         """One connection, from the handshake to its end, within EXCHANGE_S."""
-        assert self._server is not None
-        connection = _Connection(self._server, self._loop)
         try:
             async with asyncio.timeout(EXCHANGE_S):
                 await self._loop.connect_accepted_socket(lambda: connection, sock, ssl=self._tls)
@@ -188,7 +222,28 @@ class HttpEdge:
 
     # -- answers
 
+    def _asked(
+        self,
+        message: RawRequestMessage,
+        payload: StreamReader,
+        protocol: RequestHandler,
+        writer: AbstractStreamWriter,
+        task: "asyncio.Task[None]",
+    ) -> web.BaseRequest:
+        """A whole request has come, or what will never be one."""
+        assert isinstance(protocol, _Connection)
+        protocol.asked = True
+        refused = message.version not in VERSIONS
+        if refused:
+            message = message._replace(version=HttpVersion10)  # that of the answer, too
+        request = web.BaseRequest(message, payload, protocol, writer, task, self._loop)
+        request[REFUSED] = refused
+        return request
+
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request[REFUSED]:
+            log.warning("a malformed HTTP request", reason="its version", status=400)
+            return _closing(_text(400, UNREADABLE))
         return _closing(await self._page(request))
 
     async def _page(self, request: web.BaseRequest) -> web.Response:
@@ -244,7 +299,7 @@ PAGES: dict[str, Page] = {
 class _Connection(RequestHandler):
     """One request and its answer, with the bounds that the library leaves to others."""
 
-    __slots__ = ("_received", "ended")
+    __slots__ = ("_received", "asked", "ended")
 
     def __init__(self, server: web.Server, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(
@@ -254,6 +309,8 @@ class _Connection(RequestHandler):
             lingering_time=0,
         )
         self._received = 0
+        self.asked = False
+        """An answer is being made, or is under way."""
         self.ended: asyncio.Future[None] = loop.create_future()
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -269,12 +326,16 @@ class _Connection(RequestHandler):
             log.warning("an HTTP request too large", at_most_bytes=REQUEST_BYTES_MAX)
             self.transport.abort()
 
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """The caller sends no more. It is answered if it has asked; else, or with TLS, this is the end."""
+        return True if self.asked and self.ssl_context is None else None
+
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
         """What is no request. Not even its words are logged: they may be a token in the wrong place."""
         log.warning("a malformed HTTP request", reason=type(exc).__name__, status=status)
-        return _closing(_text(status, "this is not a request that can be read\n"))
+        return _closing(_text(status, UNREADABLE))
 
 
 def _text(status: int, text: str) -> web.Response:
@@ -298,35 +359,9 @@ def listening(address: str) -> tuple[list[socket.socket], str]:
     """
     if address.startswith("unix:"):
         return [_unix(address.removeprefix("unix:"))], address
-    host, _, port_text = address.rpartition(":")
-    port, sockets = int(port_text), []
-    try:
-        for numeric in addresses_of(host, "server.http"):
-            sockets.append(_tcp(numeric, port))
-            port = sockets[-1].getsockname()[1]  # of a name with two addresses, both on one port
-    except OSError:
-        for sock in sockets:
-            sock.close()
-        raise
-    return sockets, f"{host}:{port}"
-
-
-def _tcp(numeric: str, port: int) -> socket.socket:
-    family = family_of(numeric)
-    sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    try:
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port is free as soon as its last owner is gone
-        sock.bind((numeric, port))
-        sock.listen(BACKLOG)
-    except OSError as e:
-        sock.close()
-        holder = port_holder(numeric, port) if e.errno == errno.EADDRINUSE else None
-        why = f"{holder} listens there" if holder else str(e.strerror)
-        message = f"server.http: cannot listen on {shown(numeric, port)}: {why}; stop it or choose another address"
-        raise OSError(e.errno, message) from e
-    return sock
+    sockets, address = bound(address, "server.http")
+    listen(sockets, "server.http", BACKLOG)
+    return sockets, address
 
 
 def _unix(path: str) -> socket.socket:

@@ -4,16 +4,16 @@ Whatever is wrong with one client, or with the daemon's own descriptors, the nex
 """
 
 import asyncio
-import grp
 import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
 
 from kvstore.core import holds
+from kvstore.instance import give_to_group
 from kvstore.logs import logger
 from kvstore.server.calls import Node
-from kvstore.server.frames import Partial, turn_away, watch
+from kvstore.server.frames import Partial, watch
 from kvstore.server.session import ClientSession
 from kvstored.v1 import kvstore_pb2 as pb
 
@@ -28,7 +28,8 @@ ACCEPT_AGAIN_S = 1.0
 """Until it is tried again, where the daemon has no descriptor left."""
 
 CLIENTS_MAX = 2 * holds.SESSIONS_MAX
-"""Connections and dead sessions together; a further connection is closed at once."""
+"""Connections and dead sessions together. For a further one, that which has said no Hello for longest is ended:
+there are fewer sessions than places, so silence is all that can take the last of them."""
 
 
 class SessionServer:
@@ -40,37 +41,31 @@ class SessionServer:
         self.stats = stats
         self.loop = asyncio.get_running_loop()
         self.pid = os.getpid()
-        self.clients: set[ClientSession] = set()
+        self.clients: dict[ClientSession, None] = {}
+        """In the order in which they came."""
         self.by_nonce: dict[int, ClientSession] = {}
         self.partial = Partial()
         self._socket: socket.socket | None = None
 
-    def listen(self, group: str = "") -> None:
-        """Binds the socket, mode 0600 from the start (0660 for `group`), and accepts from now on.
+    def bind(self, group: int | None = None) -> None:
+        """Takes the path, mode 0600 from the start (0660 for `group`): who connects is refused until `listen`.
 
-        Raises KeyError where there is no such group, and OSError.
+        Raises ConfigError where the socket cannot be given to that group, and OSError.
         """
-        number = grp.getgrnam(group).gr_gid if group else -1
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         before = os.umask(0o177)
         try:
             self._socket.bind(str(self.path))
         finally:
             os.umask(before)
-        if group:
-            os.chown(self.path, -1, number)  # before the mode: until then the socket is its owner's alone
-            self.path.chmod(0o660)
-            self._check_way(group, number)
+        if group is not None:
+            give_to_group(self.path, group, 0o660)
+
+    def listen(self) -> None:
+        """Accepts from now on. Raises OSError."""
+        assert self._socket is not None, "bind comes first"
         self._socket.listen(BACKLOG)
         watch(self.loop, self._socket.fileno(), self._accept)
-
-    def _check_way(self, group: str, number: int) -> None:
-        """Whoever may open the socket must be let into its directory, too."""
-        found = self.path.parent.stat()
-        if not (found.st_mode & 0o001 or (found.st_gid == number and found.st_mode & 0o010)):
-            log.warning(
-                "the socket's group is not let into its directory", group=group, directory=str(self.path.parent)
-            )
 
     def make_place(self) -> None:
         """Where the table of sessions is full, forgets one that ended holding nothing."""
@@ -108,9 +103,12 @@ class SessionServer:
                 self.loop.call_later(ACCEPT_AGAIN_S, self._accept_again)
                 return
             if len(self.clients) >= CLIENTS_MAX:
-                turn_away(sock, f"{CLIENTS_MAX} clients are connected already", pb.RESOURCE_EXHAUSTED)
-                continue
+                self._end_longest_silence()
             self._begin(sock)
+
+    def _end_longest_silence(self) -> None:
+        silent = next(client for client in self.clients if client.session is None)
+        silent.connection.refuse(f"no Hello yet, and {CLIENTS_MAX} clients are connected", pb.RESOURCE_EXHAUSTED)
 
     def _begin(self, sock: socket.socket) -> None:
         """One client more; whatever is wrong with it, the others are accepted."""
@@ -120,7 +118,7 @@ class SessionServer:
             log.warning("a client went away at once", reason=e.strerror)
             sock.close()
             return
-        self.clients.add(client)
+        self.clients[client] = None
         try:
             client.start()
         except Exception:

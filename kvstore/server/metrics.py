@@ -146,6 +146,12 @@ def _daemon(reply: pb.StatsReply) -> Iterator[Metric]:
         "process_anonymous_bytes", "Private memory of the daemon, without slab and index.", daemon.rss_anon_bytes
     )
     yield _gauge("process_open_fds", "Descriptors that the daemon has open.", daemon.open_descriptors)
+    yield _counter("internal_errors", "Bugs of the daemon that calls met; each is in the log.", daemon.internal_errors)
+    yield _counter(
+        "log_lines_dropped",
+        "Lines of the log that nobody took and for which no room was left.",
+        daemon.log_lines_dropped,
+    )
 
 
 def _host(reply: pb.StatsReply) -> Iterator[Metric]:

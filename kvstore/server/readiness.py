@@ -2,10 +2,14 @@
 
 The check is a put and a get: a slot is taken, bytes are written into the slab, the block is
 committed, found in shared memory as a reader finds it, read and compared. Then it is gone
-again, within the same step of the event loop (core/probe.py). Nobody can meet it.
+again, within the same step of the event loop (core/probe.py). Nobody can meet it. Where
+all but the last of the memory is held, such a put works and its block is evicted at once:
+that is no store either, and is said of the memory.
 
 Health is less: what `Node.problems` says. A daemon whose memory is all held is healthy and
-not ready; one that is not healthy is never ready.
+not ready; one that is not healthy is never ready. What went wrong in passing is a problem
+until it has not come again for a while and a put and a get work (`Troubles`): a load
+balancer must not lose a daemon for good by one bug that one call met.
 """
 
 import secrets
@@ -28,6 +32,9 @@ PROBE_BYTES = 4096
 LATE_S_MAX = 0.5
 """The event loop may turn so much later than it should before nobody is sent here."""
 
+TROUBLE_S = 10.0
+"""What has not come again for so long is over, if a put and a get work."""
+
 IN_A_FREE_SLOT = "ok: in a free slot"
 BY_EVICTION = "ok: no slot is free, and a block may be evicted for one"
 
@@ -47,10 +54,11 @@ class Answer:
 class Readiness:
     """Checks one daemon."""
 
-    def __init__(self, node: Node, late_s: Callable[[], float]) -> None:
+    def __init__(self, node: Node, late_s: Callable[[], float], evict_high: float) -> None:
         """`late_s` answers how much later than it should the event loop turned lately."""
         self._node = node
         self._late_s = late_s
+        self._evict_high = evict_high
         self._probe = Probe(node.store, secrets.token_bytes(KEY_BYTES))
 
     def check(self) -> Answer:
@@ -60,10 +68,15 @@ class Readiness:
         checks = {
             "put": put,
             "get": get,
+            "memory": self._probe.stays(self._evict_high) or "ok",
             "event loop": "ok" if late <= LATE_S_MAX else f"{late:.1f} s late; at most {LATE_S_MAX} s are well",
             "health": "; ".join(problems) or "ok",
         }
         return Answer(all(map(_is_ok, checks.values())), checks)
+
+    def works(self) -> bool:
+        """Whether a put and a get do."""
+        return all(map(_is_ok, self._put_and_get()))
 
     def _put_and_get(self) -> tuple[str, str]:
         untried = "not tried: nothing could be put"
@@ -119,6 +132,41 @@ class Readiness:
         with self._node.slab.bytes_at(segment, offset, length) as block:
             bytes(block[:PROBE_BYTES]), bytes(block[-PROBE_BYTES:])
         return "ok: a block was found and read"
+
+
+class Troubles:
+    """What went wrong in passing: bugs that calls met, and whatever is told to `meet`."""
+
+    def __init__(self, node: Node, works: Callable[[], bool]) -> None:
+        self._node = node
+        self._works = works
+        self._met, self._times = "", 0
+        self._over = 0
+        """Of the node's internal errors."""
+        self._seen = (0, 0)
+        self._quiet_since = 0.0
+
+    def meet(self, what: str) -> None:
+        """The daemon has this problem from now on; "" for none."""
+        self._met = what
+        self._times += bool(what)
+
+    def names(self) -> list[str]:
+        """Those that are not over."""
+        errors = self._node.internal_errors - self._over
+        found = [f"{errors} internal errors in calls; see the log"] if errors else []
+        return [*found, self._met] if self._met else found
+
+    def settle(self, now: float) -> None:
+        """To be called every second or so: ends what has not come again."""
+        if not self.names():
+            return
+        seen = (self._node.internal_errors, self._times)
+        if seen != self._seen:
+            self._seen, self._quiet_since = seen, now
+        elif now - self._quiet_since >= TROUBLE_S and self._works():
+            log.warning("a put and a get work: over", problems="; ".join(self.names()))
+            self._over, self._met = self._node.internal_errors, ""
 
 
 def _is_ok(said: str) -> bool:

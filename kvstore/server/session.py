@@ -215,7 +215,7 @@ class ClientSession:
         server.by_nonce.update(dict.fromkeys(self.names, self))
         node.closers[session.id] = self.end
         self._hello_timer.cancel()
-        log.info("session opened", **self._who(), again=resumed)
+        self._say("session opened", again=resumed)
         return pb.HelloReply(
             protocol=hello.protocol,
             nonce=session.nonce,
@@ -254,8 +254,10 @@ class ClientSession:
         if reason:
             # A client that was killed or stopped, also in the middle of a message, has broken no rule.
             self.server.node.protocol_errors += self.connection.violated
-            say = log.warning if self.connection.violated else log.info
-            say("connection closed", **self._who(), reason=reason)
+            if self.connection.violated:
+                log.warning("connection closed", **self._who(), reason=reason)
+            else:
+                self._say("connection closed", reason=reason)
         for task in self.tasks:
             task.cancel()
         if self.session is None:
@@ -264,7 +266,7 @@ class ClientSession:
         self._unlist(self.session)
         clean = not self.session.held_bytes and (self.leaving or not self._has_mappings())
         gone = clean or self.peer.gone()
-        log.info("session ended", **self._who(), quarantined=0 if gone else self.session.held_bytes)
+        self._say("session ended", quarantined=0 if gone else self.session.held_bytes)
         self.server.node.store.end_session(self.session, process_gone=gone)
         if gone:
             self.forget()
@@ -287,7 +289,7 @@ class ClientSession:
         if not self.connection.closed:
             self.connection.close()
         if self.session is not None:
-            log.info("process gone", **self._who())
+            self._say("process gone")
             self.server.node.store.end_session(self.session, process_gone=True)
         self.forget()
 
@@ -300,8 +302,13 @@ class ClientSession:
         if self.peer.pidfd >= 0:
             self.server.loop.remove_reader(self.peer.pidfd)
             self.peer.close()
-        self.server.clients.discard(self)
+        self.server.clients.pop(self, None)
         self.server.node.jobs_ready()
+
+    def _say(self, event: str, **fields: Any) -> None:
+        """A line about the life of this session; of one that only administers, for who looks for it."""
+        say = log.debug if session_admin.is_quiet(self) else log.info
+        say(event, **self._who(), **fields)
 
     def _who(self) -> dict[str, Any]:
         """Fields of the log that say whose line it is; before Hello, the process alone."""
@@ -346,8 +353,7 @@ class ClientSession:
         return reply
 
     def abort(self, session: Session, request: pb.AbortRequest) -> pb.AbortReply:
-        self.server.node.store.abort(session, list(request.slots))
-        return pb.AbortReply()
+        return calls.abort(self.server.node, session, request)
 
     def match(self, session: Session, request: pb.MatchRequest) -> pb.MatchReply:
         return calls.match(self.server.node, session.tenant, request)
@@ -362,8 +368,7 @@ class ClientSession:
         return reply
 
     def release(self, session: Session, request: pb.ReleaseRequest) -> pb.ReleaseReply:
-        self.server.node.store.release(session, list(request.slots))
-        return pb.ReleaseReply()
+        return calls.release(self.server.node, session, request)
 
     def touch(self, session: Session, request: pb.TouchRequest) -> pb.TouchReply:
         return calls.touch(self.server.node, session.tenant, request)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.core.holds import Session
 from kvstore.server import admin
+from kvstore.server.audit import Who, socket_user
+from kvstored.v1 import ADMINISTRATION_CLIENT
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.errors import FailedPrecondition
 
@@ -15,25 +17,41 @@ if TYPE_CHECKING:
     from kvstore.server.session import ClientSession
 
 
-async def inspect(client: "ClientSession", _: Session, request: pb.InspectRequest) -> pb.InspectReply:
-    admin.check_allowed(client.peer)
-    return await admin.inspect(client.server.node, request)
+async def inspect(client: "ClientSession", session: Session, request: pb.InspectRequest) -> pb.InspectReply:
+    node = client.server.node
+    with node.refusals.told("Inspect", _who(client, session)):
+        admin.check_allowed(client.peer)
+    return await admin.inspect(node, request)
 
 
 async def evict(client: "ClientSession", session: Session, request: pb.EvictRequest) -> pb.EvictReply:
-    _check_changes(client, session)
-    return await admin.evict(client.server.node, request)
+    who = _checked(client, session, "Evict")
+    return await admin.evict(client.server.node, request, who)
 
 
 async def end_session(client: "ClientSession", session: Session, request: pb.EndSessionRequest) -> pb.EndSessionReply:
-    _check_changes(client, session)
-    return await admin.end_session(client.server.node, request, session.id)
+    who = _checked(client, session, "EndSession")
+    return await admin.end_session(client.server.node, request, who, session.id)
 
 
-def _check_changes(client: "ClientSession", session: Session) -> None:
-    admin.check_allowed(client.peer)
-    if session.read_only:
-        raise FailedPrecondition("this session is read-only: it may inspect, and neither evict nor end a session")
+def is_quiet(client: "ClientSession") -> bool:
+    """Whether this connection is one of `kvstore-cli`: what it changes is logged, that it came and went is not."""
+    session = client.session
+    return session is not None and session.client == ADMINISTRATION_CLIENT and admin.may_administer(client.peer)
+
+
+def _who(client: "ClientSession", session: Session) -> Who:
+    return socket_user(client.peer.uid, client.peer.pid, session.client)
+
+
+def _checked(client: "ClientSession", session: Session, call: str) -> Who:
+    """Who changes something, once that is allowed."""
+    who = _who(client, session)
+    with client.server.node.refusals.told(call, who):
+        admin.check_allowed(client.peer)
+        if session.read_only:
+            raise FailedPrecondition("this session is read-only: it may inspect, and neither evict nor end a session")
+    return who
 
 
 CALLS: dict[str, Callable[["ClientSession", Session, Any], Any]] = {

@@ -5,12 +5,16 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from kvstore import logs
 from kvstore.core.counts import COUNT_MAX
 from kvstore.core.holds import Namespace, Session
 from kvstore.core.segments import Pool
 from kvstore.core.store import Store
 from kvstore.server.calls import Node
 from kvstored.v1 import kvstore_pb2 as pb
+
+NAMESPACES_SHOWN = 256
+"""The newest; there may be 65,536."""
 
 
 def rss_anon_bytes() -> int:
@@ -129,6 +133,8 @@ def build(
             healthy=not problems,
             problems=problems,
             rss_anon_bytes=rss_anon_bytes(),
+            internal_errors=node.internal_errors,
+            log_lines_dropped=logs.dropped(),
             open_descriptors=sum(1 for _ in Path("/proc/self/fd").iterdir()),
         ),
         host=host_stats(store, lock_error),
@@ -141,7 +147,21 @@ def build(
         ),
         indexes=list(index_stats(node)),
         loops=list(loops),
-        namespaces=[namespace_stats(namespace) for namespace in store.namespaces[-256:]],
+        namespaces=[namespace_stats(namespace) for namespace in store.namespaces[-NAMESPACES_SHOWN:]],
         operations=list(node.figures.operation_stats()),
         calls=list(node.figures.call_stats()),
     )
+
+
+def keep_only(reply: pb.StatsReply, store: Store, tenant: str) -> None:
+    """Leaves out of the reply what is of other tenants: pools, sessions, indexes and namespaces.
+
+    What is of the whole node stays: its memory, counters, calls and loops name no tenant.
+    """
+    for rows in (reply.pools, reply.sessions, reply.indexes):
+        kept = [row for row in rows if row.tenant == tenant]
+        del rows[:]
+        rows.extend(kept)  # type: ignore[arg-type]
+    own = [namespace for namespace in store.namespaces if namespace.tenant.name == tenant]
+    del reply.namespaces[:]
+    reply.namespaces.extend(namespace_stats(namespace) for namespace in own[-NAMESPACES_SHOWN:])

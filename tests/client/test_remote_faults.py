@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import xxhash
 
 from kvstore_client import (
     Client,
@@ -262,7 +263,9 @@ class FakeDaemon:
 
 
 def good(bytes_: bytes) -> list[bytes]:
-    return list(chunks.block_messages(memoryview(bytes_)))
+    """A block in two chunks."""
+    half, checksum = len(bytes_) // 2, xxhash.xxh3_64_intdigest(bytes_)
+    return [chunks.encode(memoryview(bytes_)[:half]), chunks.encode(memoryview(bytes_)[half:], checksum)]
 
 
 COUNT = pb.GetChunk(blocks=3).SerializeToString()
@@ -279,21 +282,31 @@ FIRST, SECOND = block("first", BLOCK), block("second", BLOCK)
         ([COUNT, *good(FIRST), good(SECOND)[0], good(FIRST)[1]], 1),
         ([COUNT, *good(FIRST), *good(SECOND[:-1])], 1),
         ([COUNT, *good(FIRST), *good(SECOND + b"x")], 1),
+        ([COUNT, *good(FIRST), good(SECOND)[1]], 1),
+        ([COUNT, *good(FIRST), good(SECOND)[0], good(SECOND)[0], good(SECOND)[1]], 1),
+        ([COUNT, *good(FIRST), chunks.encode(memoryview(SECOND)), *good(SECOND)], 1),
+        ([COUNT, *good(FIRST), pb.GetChunk(checksum=7).SerializeToString(), *good(SECOND)], 1),
+        ([COUNT, *good(FIRST), pb.GetChunk(blocks=1, data=SECOND[:-1]).SerializeToString()], 1),
         ([COUNT, *good(FIRST), b"\xff\xff", *good(SECOND)], 1),
         ([COUNT, *good(FIRST), b"", *good(SECOND)], 1),
         ([COUNT, *good(FIRST), COUNT, *good(SECOND)], 1),
         ([COUNT, *good(FIRST) * 9], 3),
+        # Unknown fields, a checksum ahead of its bytes, and twice: protobuf's to read, and the last counts.
+        ([COUNT, good(FIRST)[0] + b"\x78\x01", b"\x19" + bytes(8) + good(FIRST)[1]], 1),
+        ([COUNT, good(FIRST)[0], good(FIRST)[1] + b"\x19" + bytes(8)], 0),
     ],
 )
-def test_only_whole_and_right_blocks_reach_the_callers_memory(messages: list[bytes], blocks: int) -> None:
+def test_only_whole_and_right_blocks_count(messages: list[bytes], blocks: int) -> None:
     with FakeDaemon(messages) as fake, Client(fake.endpoint) as client:
         ns = client.raw_namespace("x", BLOCK)
         out = np.full((3, BLOCK), 7, np.uint8)
         keys = [ns.key(b"%d" % i) for i in range(3)]
         assert ns.get_into(keys, out) == blocks
         assert all(row.tobytes() == FIRST for row in out[:blocks])
-        assert (out[blocks:] == 7).all()
-        assert len(ns.acquire(keys)) == blocks
+        assert (out[blocks + 1 :] == 7).all()  # of the one behind them, bytes may have come
+        with ns.acquire(keys) as lease:
+            assert [bytes(view) for view in lease.views] == [FIRST] * blocks
+            assert all(view.readonly for view in lease.views)
 
 
 def test_another_service_is_told_apart() -> None:

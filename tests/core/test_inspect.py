@@ -33,6 +33,25 @@ def test_a_namespace_is_its_own_blocks_only() -> None:
     assert (figures.used_first, figures.used_last) == (first, scene.now)
 
 
+def test_keys_are_found_by_their_beginning_within_one_tenant_a_step_at_a_time() -> None:
+    scene = Scene(64)
+    alike = [b"like" + bytes([i]) * 28 for i in range(5)]
+    scene.put([*alike, *chain("a", 5)])
+    stranger = scene.store.tenant("stranger")
+    found: dict[bytes, None] = {}
+    steps, at = 0, 0
+    while (after := inspect.keys_step(scene.tenant, scene.store.table, b"like", at, 3, found)) is not None:
+        assert after == at + 3
+        steps, at = steps + 1, after
+    assert list(found) == alike
+    assert steps == (len(scene.store.table) - 1) // 3
+    scene.store.remove(scene.ns, alike[1:])
+    for tenant, expected in ((scene.tenant, alike[:1]), (stranger, [])):
+        again: dict[bytes, None] = {}
+        assert inspect.keys_step(tenant, scene.store.table, b"like", 0, 1 << 20, again) is None
+        assert list(again) == expected, "neither what went nor what is another tenant's"
+
+
 def test_few_children_are_walked_and_many_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(64)
     root = key_of("root")

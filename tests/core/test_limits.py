@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvstore.core import holds
+from kvstore.core import holds, refusals
 from kvstore.core.holds import HOLDS_MAX, Session
 from kvstored.v1.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from tests.core.scene import PAGE, Scene, chain, key_of
@@ -154,11 +154,32 @@ def test_holds_on_one_slot_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> N
     scene.put(keys)
     for _ in range(5):
         scene.acquire(keys)
-    with pytest.raises(ResourceExhausted, match="10 leases and 0 slots granted; at most 10 together"):
+    with pytest.raises(ResourceExhausted, match="10 leases and 0 slots granted, and asks for 2 more; at most 10"):
         scene.acquire(keys)
     scene.store.release(scene.session, list(scene.session.leased))
     assert len(scene.acquire(keys)) == 2
     scene.check()
+
+
+def test_a_refusal_names_what_was_asked_for_beside_what_is_held() -> None:
+    """It spoke of one slot, for which there was room: "holds 0 bytes of at most 65536; no room for a slot of 4096"."""
+    scene = Scene(64)
+    keys = chain("a", 20)
+    scene.put(keys)
+    with pytest.raises(ResourceExhausted, match=f"holds 0 bytes of at most {16 * PAGE}, .*no room for 20 of {PAGE} "):
+        scene.acquire(keys)
+    assert len(scene.acquire(keys[:16])) == 16
+    with pytest.raises(ResourceExhausted, match=f"holds {16 * PAGE} bytes of .*no room for 4 of {PAGE} bytes more"):
+        scene.acquire(keys)
+
+
+@pytest.mark.parametrize("pending", [True, False])
+def test_who_waits_for_memory_that_comes_is_not_asked_to_release_any(pending: bool) -> None:
+    scene = Scene(64)
+    scene.put(chain("a", 1))
+    (pool,) = scene.store.segments.pools.values()
+    said = refusals.no_slot(pool, scene.store.segments, pending=pending)
+    assert ("try again" in said, "release or unpin" in said) == (pending, not pending)
 
 
 @pytest.mark.parametrize("count", [0, -1, 65])

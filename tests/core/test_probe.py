@@ -7,7 +7,7 @@ import pytest
 from kvstore.core.block import NONE, State
 from kvstore.core.probe import PROBE_TENANT, Probe
 from kvstored.v1.errors import ResourceExhausted
-from tests.core.scene import Scene, chain, key_of
+from tests.core.scene import PAGE, Scene, chain, key_of
 
 
 def trace(scene: Scene) -> dict[str, Any]:
@@ -122,6 +122,79 @@ def test_where_sessions_hold_as_much_as_they_may_it_is_refused_as_a_put_is(scene
         scene.reserve(1, session=scene.open())
     scene.store.end_session(holders[0], process_gone=True)
     assert not put_and_taken_back(scene, probe)
+
+
+# -- whether what is put stays
+
+
+def new_block_stays(scene: Scene, high: float, low: float) -> bool:
+    """What becomes of a block that is put now, once the watermarks have been seen to; then it goes anyway."""
+    key = key_of(f"new at {scene.tick()}")
+    scene.put([key])
+    while scene.store.evict_step(high, low, 128):
+        pass
+    stays = scene.present(key)
+    scene.store.remove(scene.ns, [key])
+    return stays
+
+
+@pytest.mark.parametrize(("high", "low"), [(0.95, 0.9), (0.5, 0.25), (1.0, 0.5), (0.99, 0.0)])
+def test_it_says_that_nothing_stays_just_where_nothing_does(high: float, low: float) -> None:
+    """With every number of pins, up to all of the memory but the slot that a put needs."""
+    scene = Scene(32)
+    probe = Probe(scene.store, key_of("nobody's"))
+    seen = set()
+    for pins in range(1, 32):
+        key = key_of(f"pinned {pins}")
+        scene.put([key])
+        scene.store.pin(scene.ns, [key], 60.0, scene.now)
+        said = probe.stays(high)
+        stays = new_block_stays(scene, high, low)
+        assert stays == (not said), f"{pins} pins"
+        assert scene.store.pool(scene.ns).pinned == pins
+        seen.add(stays)
+    assert seen == ({True} if int(32 * (1 - high)) == 0 else {True, False})
+    scene.check()
+
+
+def test_it_says_who_has_most_pins_and_how_they_end(scene: Scene, probe: Probe) -> None:
+    other = scene.namespace("another")
+    keys, few = scene.fill(), [key_of("other's")]
+    scene.put(few, ns=other)
+    scene.store.pin(other, few, 60.0, scene.now)
+    assert probe.stays(0.95) == ""
+    scene.store.pin(scene.ns, keys, 60.0, scene.now)
+    said = probe.stays(0.95)
+    assert "of tenant 'default', 64 are pinned" in said
+    assert f"most pins are of namespace {scene.ns.id}, 63 blocks" in said
+    assert "ns.unpin" in said
+    scene.tick(61.0)
+    while scene.store.expire(scene.now):
+        pass
+    assert probe.stays(0.95) == "", "the pins have ended"
+    scene.check()
+
+
+def test_memory_that_this_size_can_still_have_is_room(scene: Scene, probe: Probe) -> None:
+    """Of nobody, or of another block size where nothing is held."""
+    keys = chain("few", 4)
+    scene.put(keys)
+    scene.store.pin(scene.ns, keys, 60.0, scene.now)
+    assert probe.stays(0.95) == "", "there is memory that is nobody's"
+    large = scene.namespace("large", 4 * PAGE)
+    with pytest.raises(ResourceExhausted):
+        scene.reserve(1, large)  # its memory has to be made first
+    assert probe.stays(0.95) == ""
+    scene.run_jobs()
+    assert probe.stays(0.95) == ""
+    small = scene.namespace("small", 512)
+    scene.fill(small)
+    assert probe.stays(0.95) == ""
+    assert new_block_stays(scene, 0.95, 0.9)
+    scene.check()
+
+
+# -- the rest
 
 
 def test_before_there_is_memory_it_is_refused() -> None:

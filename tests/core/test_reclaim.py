@@ -35,13 +35,24 @@ def test_leased_and_pinned_blocks_stay_and_are_counted() -> None:
     done = Reclaimed()
     reclaim.keys_step(scene.store, scene.tenant, keys, done)
     assert scene.here(keys) == [0, 1, 4]
-    assert (done.blocks, done.held) == (2, 3)
+    assert (done.blocks, done.held, done.pinned, done.leased) == (2, 3, 1, 2)
+    assert (done.held_bytes, done.pinned_bytes, done.leased_bytes) == (3 * PAGE, PAGE, 2 * PAGE)
     scene.check()
     scene.store.release(scene.session, refs)
     scene.store.unpin(scene.ns, keys)
     reclaim.keys_step(scene.store, scene.tenant, keys, done)
     assert (done.blocks, done.held, done.absent) == (5, 3, 2)
     scene.check()
+
+
+def test_a_block_that_was_dropped_under_its_lease_is_not_told_as_left() -> None:
+    scene = Scene(16)
+    keys = chain("a", 3)
+    scene.put(keys)
+    scene.acquire(keys[:2])
+    scene.store.remove(scene.ns, [keys[1]])
+    done = evict_bytes(scene, 100 * PAGE)
+    assert (done.blocks, done.held, done.leased, done.pinned) == (1, 1, 1, 0)
 
 
 def test_a_walk_drops_one_namespace_and_no_other() -> None:
@@ -95,7 +106,9 @@ def test_where_all_is_held_fewer_bytes_are_had_and_what_is_held_is_told() -> Non
     keys = chain("a", 6)
     scene.put(keys)
     scene.store.pin(scene.ns, keys[:4], 60.0, scene.now)
-    assert evict_bytes(scene, 100 * PAGE) == Reclaimed(blocks=2, size_bytes=2 * PAGE, held=4)
+    assert evict_bytes(scene, 100 * PAGE) == Reclaimed(
+        blocks=2, size_bytes=2 * PAGE, held=4, held_bytes=4 * PAGE, pinned=4, pinned_bytes=4 * PAGE
+    )
 
 
 def test_a_step_drops_no_more_than_it_may() -> None:

@@ -1,5 +1,6 @@
 """`kvstore-cli` as a process beside a real daemon, with and without a terminal."""
 
+import logging
 import os
 import pty
 import select
@@ -38,9 +39,19 @@ def cli(*arguments: object, stdin: str = "", **variables: str) -> "subprocess.Co
     )
 
 
+def within(*arguments: object) -> Result:
+    """Runs it within this process, without a terminal, which spares the start of one."""
+    sdk = logging.getLogger("kvstore_client")
+    level = sdk.level
+    try:
+        return CliRunner().invoke(main, list(map(str, arguments)), prog_name="kvstore-cli")
+    finally:
+        sdk.setLevel(level)
+
+
 def usage(*arguments: object) -> Result:
-    """Runs within this process what ends before it looks for a daemon: there is none where it would look."""
-    return CliRunner().invoke(main, ["--endpoint", NOWHERE, *map(str, arguments)], prog_name="kvstore-cli")
+    """What ends before it looks for a daemon: there is none where it would look."""
+    return within("--endpoint", NOWHERE, *arguments)
 
 
 class Terminal:

@@ -1,6 +1,7 @@
 """`kvstore-cli evict` against a real daemon: what goes, what it asks before, and what it says."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,8 +48,18 @@ def evict(node: RunningDaemon, *arguments: object, stdin: str = "") -> tuple[int
     return done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr
 
 
-def said(blocks: int, held: int = 0, absent: int = 0) -> dict[str, int]:
-    return {"blocks": blocks, "size_bytes": blocks * BLOCK, "held": held, "absent": absent}
+def said(blocks: int, held: int = 0, absent: int = 0, pinned: int = 0, leased: int = 0) -> dict[str, int]:
+    return {
+        "blocks": blocks,
+        "size_bytes": blocks * BLOCK,
+        "held": held,
+        "absent": absent,
+        "held_bytes": held * BLOCK,
+        "pinned": pinned,
+        "pinned_bytes": pinned * BLOCK,
+        "leased": leased,
+        "leased_bytes": leased * BLOCK,
+    }
 
 
 def left(client: Client) -> int:
@@ -60,7 +71,7 @@ def left(client: Client) -> int:
 
 def test_keys_go_and_what_is_absent_is_told(node: RunningDaemon, client: Client, ns: Namespace) -> None:
     some = [key.hex() for key in keys(ns)[-2:]]
-    done = evict(node, "--key", some[0], "--key", some[1].upper(), "--key", "00" * 32)
+    done = evict(node, "--key", some[0], "--key", some[1], "--key", "00" * 32)
     assert done == (0, said(2, absent=1), "")
     assert left(client) == BLOCKS - 2
 
@@ -112,7 +123,20 @@ def test_all_of_one_tenant_is_of_no_other(node: RunningDaemon, client: Client, n
 def test_held_blocks_stay_and_are_told(node: RunningDaemon, client: Client, ns: Namespace) -> None:
     ns.pin(keys(ns)[:3], ttl_s=60)
     with ns.acquire(keys(ns)[2:5]) as lease:
-        assert evict(node, "--all", "--yes") == (0, said(BLOCKS - 5, held=5), "")
+        assert evict(node, "--all", "--yes") == (0, said(BLOCKS - 5, held=5, pinned=3, leased=3), "")
+        for form in (("--all",), ("--bytes", "1GiB"), ("--namespace", ns.digest.hex()), ("--key", keys(ns)[2].hex())):
+            done = cli("evict", *form, "--yes", "--endpoint", node.endpoint)
+            assert done.returncode == 0
+            first, pinned, leased = done.stdout.splitlines()
+            held = 1 if form[0] == "--key" else 5
+            assert f"{held} left ({4 * held}.0 KiB) because they are leased or pinned" in first
+            assert pinned.startswith(
+                f"pinned: {min(held, 3)} ({4 * min(held, 3)}.0 KiB), until the time of each pin is"
+            )
+            assert "ns.unpin(keys)" in pinned
+            assert leased.startswith(f"leased: {min(held, 3)} ({4 * min(held, 3)}.0 KiB), until the sessions")
+            (holder,) = [s["id"] for s in client.stats()["sessions"] if s["leased_slots"]]
+            assert f": {holder} (pid-{os.getpid()}, process {os.getpid()}) (`kvstore-cli inspect session ID`)" in leased
         assert bytes(lease.views[2]) == bytes(BLOCK)
         assert ns.match(keys(ns)).blocks == 5
     ns.unpin(keys(ns))
@@ -167,6 +191,10 @@ def test_at_a_terminal_it_asks(node: RunningDaemon, client: Client, ns: Namespac
         (("--all", "--bytes", "1GiB"), "is wanted"),
         (("--key", "00" * 32, "--namespace", "00" * 32), "is wanted"),
         (("--key", "00"), "64 hexadecimal digits"),
+        (("--key", "AB" * 32), "0-9 and a-f"),
+        (("--key", " " + "00" * 32), "0-9 and a-f"),
+        (("--namespace", "ABCDEF01"), "0-9 and a-f"),
+        (("--all", "--tenant", ""), "--tenant is given, and empty"),
         (("--namespace", "0000"), "hexadecimal digits"),
         (("--bytes", "10"), "a number without a unit"),
         (("--bytes", "much"), "not a size"),

@@ -40,11 +40,12 @@ def test_a_socket_for_grpc_is_a_way_to_administration(unix: RunningDaemon) -> No
         assert (found.returncode, found.stderr) == (0, "")
         assert json.loads(found.stdout)["key"]["key"] == key.hex()
         done = cli("evict", "--key", key.hex(), "--yes", "--json", "--endpoint", unix.grpc_endpoint)
-        assert json.loads(done.stdout) == {"blocks": 1, "size_bytes": 4096, "held": 0, "absent": 0}
+        freed = json.loads(done.stdout)
+        assert (freed["blocks"], freed["size_bytes"], freed["held"], freed["absent"]) == (1, 4096, 0, 0)
         assert ns.match([key]).blocks == 0
         (number,) = [s["id"] for s in client.stats()["sessions"] if s["client"] == "victim"]
         ended = cli("inspect", "session", number, "--end", "--yes", "--endpoint", unix.grpc_endpoint)
-        assert (ended.returncode, ended.stdout.split(";")[0].strip()) == (0, f"ended session {number}")
+        assert (ended.returncode, ended.stdout.split(":")[0]) == (0, f"ended session {number}")
 
 
 def test_a_port_without_tokens_is_no_way_to_administration(tcp: RunningDaemon) -> None:

@@ -1,5 +1,6 @@
 """Settings: what is refused and how it is said, which source wins, and what a value means."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvstore.config import Effective, Settings, describe, load
 from kvstore.config.load import PLACES, VARIABLES
+from kvstore.config.settings import SIZE
 from kvstore.config.values import (
     DURATION_S_MAX,
     DURATION_S_MIN,
@@ -244,13 +246,17 @@ def test_a_long_value_is_shortened_in_the_message() -> None:
         ("1.5GiB", 3 << 29),
         ("0.5 TiB", 1 << 39),
         ("512MB", 512 * 10**6),
+        ("10GB", 10**10 // 4096 * 4096),
+        ("1.1GiB", 1181116006 // 4096 * 4096),
+        ("1048577B", 1 << 20),
+        ("1.1MiB", 1 << 20 | 100 << 10),
         ("4096000KB", 4096 * 10**6),
         ("8388608B", 8 << 20),
         ("2048KiB", 2 << 20),
         ("1TB", 10**12),
     ],
 )
-def test_sizes_have_a_unit(text: str, size_bytes: int) -> None:
+def test_sizes_have_a_unit_and_are_rounded_down_to_pages(text: str, size_bytes: int) -> None:
     assert settings(f"host.size={text}").host.size_bytes == size_bytes
 
 
@@ -281,9 +287,7 @@ def test_sizes_have_a_unit(text: str, size_bytes: int) -> None:
             "0x10MiB",
             "1023KiB",
             "1MB",
-            "1048577B",
-            "0.3B",
-            "1.1MiB",
+            "2097152.3B",
         ],
     ],
 )
@@ -293,8 +297,23 @@ def test_a_size_that_is_not_one_is_refused_with_key_value_and_what_is_allowed(te
     assert "allowed: a size such as 10GiB" in message
 
 
-def test_a_size_between_pages_is_refused_and_the_one_below_is_named() -> None:
-    assert "4KiB pages; 1MiB would be" in problem("host.size=1048577B")
+@pytest.mark.parametrize("text", re.findall(r"[0-9.]+[KMGT]i?B", SIZE))
+def test_a_size_that_is_recommended_is_taken(text: str) -> None:
+    assert settings(f"host.size={text}").host.size_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("10G", "did you mean 10GiB (1024-fold) or 10GB (1000-fold)?"),
+        ("1.5 t", "did you mean 1.5TiB (1024-fold) or 1.5TB (1000-fold)?"),
+        ("10gb", "did you mean 10GiB (1024-fold) or 10GB (1000-fold)?"),
+        ("10Gi", "did you mean 10GiB?"),
+        ("10gib", "did you mean 10GiB?"),
+    ],
+)
+def test_a_size_as_other_programs_write_it_is_not_guessed_and_told_how_to_write(text: str, hint: str) -> None:
+    assert hint in problem(f"host.size={text}")
 
 
 @given(st.integers(0, 1 << 60))
@@ -420,6 +439,12 @@ def test_grpc_never_listens_where_other_machines_reach_it(address: str) -> None:
 )
 def test_a_grpc_address_that_is_none_is_refused(address: str) -> None:
     assert problem(f"server.grpc={address}").startswith("server.grpc = ")
+
+
+def test_grpc_and_http_do_not_share_a_port() -> None:
+    (text,) = problems(overrides=["server.grpc=127.0.0.1:7070", "server.http=127.0.0.1:7070"])
+    assert "is server.grpc as well" in text
+    assert settings("server.grpc=127.0.0.1:0", "server.http=127.0.0.1:0").server.http == "127.0.0.1:0"
 
 
 def test_grpc_and_sessions_do_not_share_a_socket() -> None:

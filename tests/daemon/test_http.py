@@ -177,49 +177,98 @@ def test_figures_for_other_machines_need_a_token_and_probes_do_not(guarded: Any)
 
 
 def test_without_tls_nothing_is_answered_and_silence_keeps_no_connection(guarded: Any) -> None:
-    """A handshake that never comes counts against the limit of connections, and ends like any other."""
+    """A handshake that never comes takes a place like any other silence, and makes room."""
     daemon, _ = guarded
     with raw(daemon, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n") as sock:
         assert b"kvstored_" not in until_closed(sock)
     silent = [raw(daemon) for _ in range(CONNECTIONS_MAX + 8)]
-    eventually(lambda: sum(map(is_closed, silent)) >= 8, 5, "those too many to be closed")
+    eventually(lambda: sum(map(is_closed, silent)) >= 8, 10, "those too many to be closed")
+    assert ask_tls(guarded, "/healthz")[0] == 200, "with all places taken by silence"
     for sock in silent:
         sock.close()
-    eventually(lambda: ask_tls_or_none(guarded) == 200, 10, "the others' places to be free")
 
 
-def ask_tls_or_none(guarded: Any) -> int | None:
-    try:
-        return ask_tls(guarded, "/healthz")[0]
-    except OSError:
-        return None
+def test_a_tls_caller_that_sends_no_more_is_ended_and_nothing_is_said(guarded: Any) -> None:
+    """There is no half of a TLS connection: asyncio ends it, and would warn of whoever asked it not to."""
+    daemon, trust = guarded
+    with raw(daemon) as sock, trust.wrap_socket(sock, server_hostname="127.0.0.1") as tls:
+        tls.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        descriptor = os.dup(tls.fileno())
+        tls.shutdown(socket.SHUT_WR)
+        with socket.socket(fileno=descriptor) as plain:
+            plain.settimeout(EXCHANGE_S * 2)
+            until_closed(plain)
+    assert "eof_received" not in daemon.output()
+    assert ask_tls(guarded, "/healthz")[0] == 200
 
 
 # -- who asks badly
 
 
 GARBAGE = {
-    "random bytes": os.urandom(600),
-    "no request line": b"\r\n\r\n\r\n",
+    "random bytes": b"\xff" + os.urandom(600),
     "another protocol": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     "a request without a version": b"GET /metrics\r\n\r\n",
+    "a version before the first": b"GET /metrics HTTP/0.9\r\n\r\n",
+    "a version that is none": b"GET /metrics HTTP/7.7\r\nHost: x\r\n\r\n",
+    "a version of another major number": b"GET /metrics HTTP/2.0\r\nHost: x\r\n\r\n",
     "a header without a colon": b"GET /metrics HTTP/1.1\r\nAuthorization Bearer secret-in-a-wrong-place\r\n\r\n",
     "two lengths": b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
     "a TLS handshake": bytes.fromhex("16030100c8010000c40303") + os.urandom(200),
 }
+UNFINISHED = {
+    "nothing": b"",
+    "no request line": b"\r\n\r\n\r\n",
+    "half a request line": b"GET /metr",
+    "half the headers": b"GET /metrics HTTP/1.1\r\nAuthorization: Bearer secret-in-h",
+}
 
 
+def answer_to(daemon: RunningDaemon, data: bytes, *, half_closed: bool) -> bytes:
+    """What comes back; where `half_closed`, the end of what is sent lies there together with it."""
+    if half_closed:
+        daemon.pause()
+    try:
+        sock = raw(daemon, data)
+        if half_closed:
+            sock.shutdown(socket.SHUT_WR)
+    finally:
+        daemon.resume()
+    with sock:
+        return until_closed(sock)
+
+
+@pytest.mark.parametrize("half_closed", [False, True])
 @pytest.mark.parametrize("what", GARBAGE)
-def test_what_is_no_request_is_refused_and_not_logged(node: RunningDaemon, what: str) -> None:
+def test_what_is_no_request_is_refused_and_not_logged(node: RunningDaemon, what: str, half_closed: bool) -> None:
+    """With 400 in a version that there is, or by the end of the connection; never with a page."""
     before = len(node.output())
-    with raw(node, GARBAGE[what]) as sock:
-        sock.shutdown(socket.SHUT_WR)
-        got = until_closed(sock)
-    assert not got or got.startswith((b"HTTP/1.1 400", b"HTTP/1.0 400"))
+    got = answer_to(node, GARBAGE[what], half_closed=half_closed)
+    assert not got or got.startswith((b"HTTP/1.1 400", b"HTTP/1.0 400")), got[:80]
+    assert got.count(b"HTTP/") <= 1
+    assert b"kvstored_" not in got
     assert ask(node, "/healthz")[0] == 200
     said = node.output()[before:]
     assert "Traceback" not in said
     assert "secret" not in said
+
+
+@pytest.mark.parametrize("what", UNFINISHED)
+def test_who_sends_no_more_before_a_whole_request_is_closed_at_once(node: RunningDaemon, what: str) -> None:
+    before, began = len(node.output()), time.monotonic()
+    assert answer_to(node, UNFINISHED[what], half_closed=True) == b""
+    assert time.monotonic() - began < EXCHANGE_S * 0.8, "not at the end of its time"
+    assert "secret" not in node.output()[before:]
+
+
+@pytest.mark.parametrize("page", ["/", "/healthz", "/metrics", "/readyz"])
+def test_who_sends_no_more_after_a_whole_request_is_answered(node: RunningDaemon, page: str) -> None:
+    for version in (b"1.1", b"1.0"):
+        request = b"GET %s HTTP/%s\r\nHost: x\r\n\r\n" % (page.encode(), version)
+        head, _, body = answer_to(node, request, half_closed=True).partition(b"\r\n\r\n")
+        assert head.startswith((b"HTTP/%s 200" % version, b"HTTP/%s 503" % version)), "/readyz of a daemon that slept"
+        assert f"Content-Length: {len(body)}".encode() in head
+        assert body
 
 
 def test_a_request_larger_than_allowed_ends_its_connection(node: RunningDaemon) -> None:
@@ -277,21 +326,100 @@ def test_slow_and_silent_callers_are_ended_and_others_served_meanwhile(impatient
     node = impatient
     eventually(lambda: ask(node, "/healthz")[0] == 200)
     at_rest = descriptors(node.pid)
-    began = time.monotonic()
     slow = [raw(node, b"GET /metrics HTTP/1.1\r\nHost: x\r\nX-Slow: ") for _ in range(CONNECTIONS_MAX - 4)]
     deaf = raw(node)
     deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     deaf.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
     assert ask(node, "/healthz")[0] == 200, "places are left"
-    slow += [raw(node, b"GET") for _ in range(8)]
-    eventually(lambda: any(is_closed(sock) for sock in slow), 5, "one too many to be closed")
-    for sock in slow:
+    began = time.monotonic()
+    last = raw(node, b"GET")
+    for sock in [*slow, last]:
         until_closed(sock)
         sock.close()
-    assert IMPATIENT_S * 0.8 < time.monotonic() - began < IMPATIENT_S + 5
+    assert IMPATIENT_S * 0.8 < time.monotonic() - began < IMPATIENT_S + 10
     deaf.close()
     eventually(lambda: descriptors(node.pid) <= at_rest, 5, "all connections to be gone")
     assert ask(node, "/healthz")[0] == 200
+
+
+@pytest.mark.parametrize("silence", [b"", b"GET /metrics HTTP/1.1\r\nX-Slow: "])
+def test_silence_in_a_loop_keeps_nobody_away(node: RunningDaemon, silence: bytes) -> None:
+    """As many silent connections as there are places, each begun again as soon as it is closed; pages are answered."""
+    over = threading.Event()
+
+    def hold() -> int:
+        begun = 0
+        held: list[socket.socket] = []
+        while not over.is_set():
+            for sock in filter(is_closed, list(held)):
+                sock.close()
+                held.remove(sock)
+            while len(held) < CONNECTIONS_MAX:
+                held.append(raw(node, silence))
+                begun += 1
+            over.wait(0.002)
+        for sock in held:
+            sock.close()
+        return begun
+
+    with ThreadPoolExecutor(1) as pool:
+        holding = pool.submit(hold)
+        try:
+            for _ in range(20):
+                for page in ("/healthz", "/readyz", "/metrics"):
+                    assert answered(node, page) in (200, 503)
+        finally:
+            over.set()
+        assert holding.result() >= CONNECTIONS_MAX + 20, "all places were taken, again and again"
+
+
+def answered(daemon: RunningDaemon, page: str) -> int | None:
+    """Asked by who may be slower between connecting and asking than the others connect: so not only once."""
+    for _ in range(5):
+        with contextlib.suppress(OSError, http.client.BadStatusLine):
+            return ask(daemon, page)[0]
+    return None
+
+
+def test_the_longest_silence_makes_room_and_who_has_asked_keeps_its_place(tmp_path: Path) -> None:
+    """Who has asked waits here for an answer that does not come: it is older than all the silence, and stays."""
+    text = (
+        "import asyncio\nfrom kvstore.server import http\n"
+        + WAITING
+        + "from kvstore.cli.entry import kvstored\nkvstored()"
+    )
+    command = [sys.executable, "-c", text]
+    waiting = type("Waiting", (RunningDaemon,), {"command": lambda self: command + RunningDaemon.command(self)[1:]})
+    daemon = waiting(tmp_path, {"server.http": "127.0.0.1:0"})
+    request = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+    with contextlib.ExitStack() as over:
+        over.callback(daemon.kill)
+
+        def connections(count: int, data: bytes = b"") -> list[socket.socket]:
+            return [over.enter_context(raw(daemon, data)) for _ in range(count)]
+
+        asked = connections(4, request)
+        eventually(lambda: daemon.output().count("asked and waits") == 4)
+        silent = connections(CONNECTIONS_MAX - 4 + 8)
+        eventually(lambda: all(map(is_closed, silent[:8])), 5, "the oldest to have made room")
+        assert not any(map(is_closed, asked + silent[8:]))
+        assert ask(daemon, "/healthz")[0] == 200
+        connections(CONNECTIONS_MAX - 4, request)
+        eventually(lambda: daemon.output().count("asked and waits") == CONNECTIONS_MAX)
+        (late,) = connections(1)
+        assert until_closed(late) == b"", "all places have asked: the newcomer is refused"
+        assert "an HTTP connection too many" in daemon.output()
+        assert not any(map(is_closed, asked))
+
+
+WAITING = """
+async def wait(self, request):
+    print("asked and waits", flush=True)
+    await asyncio.Future()
+
+http.PAGES["/"] = wait
+http.EXCHANGE_S = 60.0
+"""
 
 
 def is_closed(sock: socket.socket) -> bool:

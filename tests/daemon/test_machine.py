@@ -1,13 +1,18 @@
 """What fits into a machine, on trees of files made here and on the machine the tests run on."""
 
+import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, StartupError
 from kvstore.machine import (
+    DESCRIPTORS_CLIENTS,
     DESCRIPTORS_SPARE,
     MEMORY_RESERVE_BYTES,
     MEMORY_RESERVE_PERCENT,
@@ -26,10 +31,12 @@ V1_UNLIMITED = 9223372036854771712
 class Machine:
     """A fake /proc and /sys/fs/cgroup."""
 
-    def __init__(self, root: Path, available_bytes: int = 64 * GIB) -> None:
+    def __init__(self, root: Path, available_bytes: int = 64 * GIB, total_bytes: int = 128 * GIB) -> None:
         self.proc = root / "proc"
         self.cgroup_root = root / "cgroup"
-        self.write(self.proc / "meminfo", f"MemTotal: 1 kB\nMemAvailable: {available_bytes >> 10} kB\n")
+        self.write(
+            self.proc / "meminfo", f"MemTotal: {total_bytes >> 10} kB\nMemAvailable: {available_bytes >> 10} kB\n"
+        )
         self.groups("0::/")
 
     def write(self, path: Path, text: str) -> None:
@@ -53,13 +60,14 @@ class Machine:
     def fits(self, size_bytes: int) -> bool:
         try:
             check_memory(size_bytes, proc=self.proc, cgroup_root=self.cgroup_root)
-        except ConfigError:
+        except StartupError:
             return False
         return True
 
     def refusal(self, size_bytes: int) -> str:
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(StartupError) as caught:
             check_memory(size_bytes, proc=self.proc, cgroup_root=self.cgroup_root)
+        self.refused_as = type(caught.value)
         return str(caught.value)
 
     def room_is(self, available_bytes: int) -> bool:
@@ -80,12 +88,47 @@ def test_what_is_available_less_a_reserve_fits(tmp_path: Path) -> None:
 
 def test_the_refusal_names_the_setting_what_was_asked_and_what_there_is(tmp_path: Path) -> None:
     text = Machine(tmp_path, 8 * GIB).refusal(16 * GIB)
-    for part in ("host.size = 16GiB", "8192MiB are available", "MemAvailable", "409MiB stay free", "at most 7782MiB"):
+    for part in ("host.size = 16GiB", "8192MiB are available", "MemAvailable", "410MiB stay free", "at most 7782MiB"):
         assert part in text
 
 
-def test_a_machine_with_less_than_the_reserve_has_room_for_nothing(tmp_path: Path) -> None:
-    assert "allowed: at most 0MiB now" in Machine(tmp_path, 100 * MIB).refusal(1 * MIB)
+@given(st.integers(0, 64 * GIB), st.integers(MIB, 128 * GIB))
+def test_the_numbers_of_a_refusal_add_up_and_what_it_allows_fits(available: int, size_bytes: int) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        machine = Machine(Path(directory), available)
+        if machine.fits(size_bytes):
+            return
+        text = machine.refusal(size_bytes)
+        allowed = re.search(r"at most (\d+)MiB", text)
+        there, kept, *needed = map(int, re.findall(r"(\d+)MiB (?:are available|stay free|must stay|more)", text))
+        if allowed is None:
+            assert not machine.fits(MIB)
+            assert Machine(Path(directory) / "more", available + needed[0] * MIB).fits(size_bytes)
+        else:
+            assert there - kept == int(allowed[1]) > 0
+            assert machine.fits(int(allowed[1]) * MIB)
+
+
+def test_a_machine_with_less_than_the_reserve_has_room_for_nothing_and_says_what_is_needed(tmp_path: Path) -> None:
+    text = Machine(tmp_path, 100 * MIB).refusal(1 * MIB)
+    for part in ("nothing smaller would", "100MiB are available", "256MiB must stay free", "157MiB more are needed"):
+        assert part in text
+    assert "at most" not in text
+
+
+def test_what_would_fit_if_others_ended_is_no_mistake_in_the_settings(tmp_path: Path) -> None:
+    """A killed daemon's memory stays until its clients let go of it; then the next start succeeds."""
+    machine = Machine(tmp_path, 8 * GIB, 64 * GIB)
+    machine.refusal(16 * GIB)
+    assert machine.refused_as is StartupError
+    machine.refusal(64 * GIB)
+    assert machine.refused_as is ConfigError
+    machine.groups("0::/kube")
+    machine.v2("kube", str(12 * GIB), 6 * GIB)
+    machine.refusal(16 * GIB)
+    assert machine.refused_as is ConfigError, "whatever ends, the group's limit is smaller"
+    machine.refusal(10 * GIB)
+    assert machine.refused_as is StartupError
 
 
 def test_the_limit_of_the_own_group_counts(machine: Machine) -> None:
@@ -186,6 +229,14 @@ def test_a_slab_of_just_the_free_huge_pages_fits(machine: Machine) -> None:
         check_huge_pages(1 * GIB + 4096, proc=proc)
 
 
+def test_huge_pages_that_others_have_now_are_no_mistake_in_the_settings(machine: Machine) -> None:
+    with pytest.raises(StartupError) as caught:
+        check_huge_pages(1 * GIB, proc=with_huge_pages(machine, 512, 0, 0))
+    assert type(caught.value) is StartupError
+    assert "none are free" in str(caught.value)
+    assert "at most" not in str(caught.value), "a size of nothing is no advice"
+
+
 def test_too_few_huge_pages_are_refused_with_the_number_to_set(machine: Machine) -> None:
     proc = with_huge_pages(machine, 100, 60, 10)
     with pytest.raises(ConfigError) as caught:
@@ -237,7 +288,10 @@ def limited(soft: int, hard: int, segments: int) -> list[str]:
 
 
 def test_a_soft_limit_that_is_enough_stays() -> None:
-    assert limited(DESCRIPTORS_SPARE + 64, 4096, 64) == [f"{DESCRIPTORS_SPARE + 64} 4096"]
+    """For the segments and for as many clients as are accepted."""
+    enough = 64 + DESCRIPTORS_SPARE + DESCRIPTORS_CLIENTS
+    assert limited(enough, enough + 1000, 64) == [f"{enough} {enough + 1000}"]
+    assert limited(enough - 1, enough + 1000, 64) == [f"{enough + 1000} {enough + 1000}"]
 
 
 def test_a_soft_limit_that_is_too_low_is_raised_to_the_hard_one() -> None:

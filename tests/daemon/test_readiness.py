@@ -1,8 +1,11 @@
 """`/readyz` is true when a put and a get work, and says by name what is wrong when they do not."""
 
+import contextlib
+import itertools
 import json
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,12 +13,13 @@ from typing import Any
 import pytest
 
 from kvstore_client import Client
+from kvstored.v1.errors import KVStoreError
 from tests.conftest import RunningDaemon, eventually
 from tests.daemon.test_http import ask
 from tests.nodes import Watch, block, descriptors, running
 
 BLOCK = 64 << 10
-OK = {"event loop": "ok", "health": "ok"}
+OK = {"memory": "ok", "event loop": "ok", "health": "ok"}
 
 
 @pytest.fixture
@@ -117,9 +121,39 @@ def test_memory_that_is_all_held_is_not_ready_and_says_so() -> None:
         assert when_ready(node)["put"].startswith("ok")
 
 
+def test_memory_in_which_nothing_stays_is_not_ready_and_says_who_pins(node: RunningDaemon) -> None:
+    """A put is stored there, and evicted before anybody can ask for it."""
+    names = itertools.count()
+
+    def pinned(count: int) -> int:
+        """So many more, by a client that goes: what was granted ahead to it is free again, and its pins stay."""
+        with Client(node.endpoint) as client:
+            ns = client.raw_namespace("pinned", BLOCK)
+            keys = [ns.key(b"%d" % i) for i in itertools.islice(names, count)]
+            for key in keys:
+                assert ns.put([key], [block(key, BLOCK)]).stored == 1
+                ns.pin([key], ttl_s=60)
+        return len(keys)
+
+    pinned(110)
+    eventually(lambda: pinned(1) and not readyz(node)[2]["memory"].startswith("ok"), 30, "memory to be full of pins")
+    said = not_ready(node, "memory")
+    assert said.startswith("what is stored is evicted at once: of 128 slots of 65536 bytes of tenant 'default', 12")
+    assert "most pins are of namespace 1, 12" in said
+    with Client(node.endpoint) as client:
+        ns = client.raw_namespace("pinned", BLOCK)
+        key = ns.key(b"a new one")
+        assert ns.put([key], [block("new", BLOCK)]).stored == 1
+        eventually(lambda: not ns.match([key]).blocks, 10, "it to be evicted, as was said")
+        assert client.health().healthy, "it is healthy all the same"
+        assert ns.unpin([ns.key(b"%d" % i) for i in range(next(names))]) >= 120
+        assert when_ready(node)["memory"] == "ok"
+
+
 FAULTY = """
 import os, sys
 from kvstore import loops
+from kvstore.server import readiness
 from kvstore.cli.entry import kvstored
 from kvstore.server import calls
 from kvstore.tiers.slab import Slab
@@ -134,6 +168,9 @@ def when(name, do, otherwise):
 def fail(*args, **named):
     raise RuntimeError("injected")
 
+def no_memory(*args, **named):
+    raise OSError("injected")
+
 def elsewhere(self, segment, offset, length):
     return memoryview(bytearray(length))
 
@@ -141,6 +178,8 @@ begin = loops.Loop.__init__
 loops.Loop.__init__ = lambda self, name, s, step: begin(self, name, s, when(f"fail {name}", fail, step))
 Slab.bytes_at = when("lose bytes", elsewhere, Slab.bytes_at)
 calls.health = when("fail health", fail, calls.health)
+Slab.make = when("lose memory", no_memory, Slab.make)
+readiness.TROUBLE_S = 1.0
 kvstored()
 """
 
@@ -178,6 +217,50 @@ def test_a_failing_loop_and_bytes_that_are_not_kept_are_named(faulty: FaultyDaem
     assert not_ready(faulty, "get") == "a block does not have the bytes that were put"
     file.unlink()
     assert when_ready(faulty)
+
+
+def test_one_internal_error_is_over_when_a_put_and_a_get_work_and_is_counted_for_good(faulty: FaultyDaemon) -> None:
+    """And is not over while they do not."""
+    when_ready(faulty)
+    with Client(faulty.endpoint) as client:
+        lost = faulty.fault("lose bytes")
+        failing = faulty.fault("fail health")
+        with pytest.raises(KVStoreError, match="internal error"):
+            client._transport.health()
+        failing.unlink()
+        assert not_ready(faulty, "health") == "1 internal errors in calls; see the log"
+        until = time.monotonic() + 2.0
+        while time.monotonic() < until:
+            assert not readyz(faulty)[1], "the bytes are lost"
+            assert readyz(faulty)[2]["health"] != "ok"
+        lost.unlink()
+        when_ready(faulty)
+        assert client.health().healthy
+        assert client.stats()["daemon"]["internal_errors"] == 1
+        assert b"\nkvstored_internal_errors_total 1" in ask(faulty, "/metrics")[2]
+        assert "a put and a get work: over" in faulty.output()
+        lost, failing = faulty.fault("lose bytes"), faulty.fault("fail health")
+        with pytest.raises(KVStoreError, match="internal error"):
+            client._transport.health()
+        failing.unlink()
+        assert not_ready(faulty, "health") == "1 internal errors in calls; see the log", "the next one is one again"
+        lost.unlink()
+        when_ready(faulty)
+        assert b"\nkvstored_internal_errors_total 2" in ask(faulty, "/metrics")[2]
+
+
+def test_memory_that_could_not_be_made_once_is_no_problem_for_good(faulty: FaultyDaemon) -> None:
+    """Nobody may ask for it again, and puts find room without it."""
+    with Client(faulty.endpoint) as client:
+        lost, kept = faulty.fault("lose memory"), faulty.fault("lose bytes")  # with the latter it is over for no time
+        large = client.raw_namespace("large", 512 << 10)  # four segments: they have to be made anew
+        with contextlib.suppress(KVStoreError):
+            large.put([large.key(b"x")], [block("x", 512 << 10)])
+        assert not_ready(faulty, "health").startswith("no memory for a segment of ")
+        lost.unlink()
+        kept.unlink()
+        when_ready(faulty)
+        assert client.health().healthy
 
 
 def test_an_event_loop_that_was_held_up_is_not_ready_until_it_turns_again(node: RunningDaemon) -> None:

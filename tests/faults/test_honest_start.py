@@ -112,17 +112,11 @@ def taken(first: RunningDaemon, what: str) -> str:
 def test_a_second_daemon_on_what_is_taken_ends_soon_and_is_never_ready(
     first: RunningDaemon, place: Path, systemd: Systemd, what: str
 ) -> None:
-    seconds = []
-    for _ in range(3):
-        began = time.monotonic()
-        service = Service(place, {what: taken(first, what)}, systemd)
-        assert service.process.wait(WAIT_S) == 2
-        seconds.append(time.monotonic() - began)
-        last = service.output().splitlines()[-1]
-        assert f"pid {first.pid} (" in last, last
-        if seconds[-1] < 2.0:
-            break
-    assert min(seconds) < 2.0, f"each took as long: {seconds}"
+    service = Service(place, {what: taken(first, what)}, systemd)
+    assert service.process.wait(WAIT_S) == 1, "another start may succeed"
+    last = service.output().splitlines()[-1]
+    assert f"pid {first.pid} (" in last, last
+    assert "prefaulting" not in service.output(), "it was found before what takes long"
     assert "READY=1" not in systemd.all()
     with Client(first.endpoint) as client:
         assert client.health().healthy, "the first one serves on"
@@ -130,18 +124,22 @@ def test_a_second_daemon_on_what_is_taken_ends_soon_and_is_never_ready(
 
 
 def test_one_that_cannot_serve_had_no_client(first: RunningDaemon, place: Path, systemd: Systemd) -> None:
-    """Its own socket, which is free, is never there: the addresses that others may have come first."""
+    """Its own socket, which is free, takes nobody: the addresses that others may have come first."""
     service = Service(place, {"server.http": taken(first, "server.http")}, systemd)
-    seen = []
     while service.process.poll() is None:
-        seen.append(service.socket.exists())
-    assert not any(seen)
+        assert not accepts(service)
+
+
+def accepts(service: RunningDaemon) -> bool:
+    """Whether somebody can connect."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        return sock.connect_ex(str(service.socket)) == 0
 
 
 def test_a_store_that_loses_bytes_is_never_ready(place: Path, systemd: Systemd) -> None:
     patches = "from kvstore.tiers.slab import Slab\nSlab.bytes_at = lambda self, s, o, n: memoryview(bytearray(n))"
     service = Service(place, {}, systemd, patches)
-    assert service.process.wait(WAIT_S) == 2
+    assert service.process.wait(WAIT_S) == 1
     assert "the store does not work: get: a block does not have the bytes" in service.output()
     assert "READY=1" not in systemd.all()
     assert not service.socket.exists()
@@ -178,7 +176,7 @@ def test_a_slow_start_asks_for_time_and_is_ready_when_a_put_and_a_get_work(
             systemd.wait_for(f"EXTEND_TIMEOUT_USEC={int(EXTEND_S * 1e6)}")
         assert "STATUS=making memory" in systemd.all()
         assert "READY=1" not in systemd.all()
-        assert not service.socket.exists()
+        assert not accepts(service)
         assert "serving" not in service.output()
         go.touch()
         systemd.wait_for("READY=1")

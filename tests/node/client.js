@@ -76,9 +76,10 @@ async function put(client, digest, blockBytes, file, ...names) {
     for (let i = 0; i < keys.length; i++) {
       const block = bytes.subarray(i * Number(blockBytes), (i + 1) * Number(blockBytes));
       for (let at = 0; at < block.length; at += CHUNK_BYTES) {
-        stream.write({ data: block.subarray(at, at + CHUNK_BYTES) });
+        const last = at + CHUNK_BYTES >= block.length;
+        const data = block.subarray(at, at + CHUNK_BYTES);
+        stream.write(last ? { data, checksum: checksum(hasher, block) } : { data });
       }
-      stream.write({ checksum: checksum(hasher, block) });
     }
     stream.end();
   });
@@ -90,17 +91,19 @@ async function get(client, digest, blockBytes, file, ...names) {
   const keys = names.map((name) => Buffer.from(name, 'hex'));
   const stream = client.Get({ namespace_id: number, keys }, metadata(), deadline());
   const blocks = [];
-  let announced = 0;
+  let announced = -1;
   let pieces = [];
   for await (const chunk of stream) {
-    if (chunk.part === 'blocks') announced = chunk.blocks;
-    else if (chunk.part === 'data') pieces.push(chunk.data);
-    else {
-      const block = Buffer.concat(pieces);
-      if (checksum(hasher, block) !== chunk.checksum) throw new Error('a block does not match its checksum');
-      blocks.push(block);
-      pieces = [];
+    if (announced < 0) {
+      announced = chunk.blocks;
+      continue;
     }
+    pieces.push(chunk.data);
+    if (chunk._checksum !== 'checksum') continue;
+    const block = Buffer.concat(pieces);
+    if (checksum(hasher, block) !== chunk.checksum) throw new Error('a block does not match its checksum');
+    blocks.push(block);
+    pieces = [];
   }
   fs.writeFileSync(file, Buffer.concat(blocks));
   return { announced, blocks: blocks.length };

@@ -90,7 +90,7 @@ def test_what_is_wrong_is_an_error_of_its_kind(node: Node, tmp_path: Path) -> No
     digest, key = identity("wrong", 4096), blake2b(b"k", digest_size=32).hexdigest()
     said = node("put", digest, 4096, tmp_path / "short", key)
     assert said["code"] == "INVALID_ARGUMENT"
-    assert "4086 more bytes" in said["details"]
+    assert "a checksum 4086 bytes before its end" in said["details"]
     said = node("call", "Match", json.dumps({"namespace_id": 4711}))
     assert said["code"] == "FAILED_PRECONDITION"
     assert "open it first" in said["details"]

@@ -110,13 +110,14 @@ class Scene:
         """How many blocks a Get announced, and those that came whole."""
         announced, blocks, block = -1, [], b""
         async for chunk in self.stub.Get(pb.GetRequest(namespace_id=number, keys=keys), timeout=WAIT_S):
-            kind = chunk.WhichOneof("part")
-            if kind == "blocks":
-                assert announced == -1
+            if announced < 0:
+                assert not chunk.data
+                assert not chunk.HasField("checksum")
                 announced = chunk.blocks
-            elif kind == "data":
-                block += chunk.data
-            else:
+                continue
+            assert not chunk.blocks
+            block += chunk.data
+            if chunk.HasField("checksum"):
                 assert chunk.checksum == xxhash.xxh3_64_intdigest(block)
                 blocks.append(block)
                 block = b""
@@ -157,7 +158,7 @@ def put_messages(
     messages = [pb.PutChunk(header=pb.PutHeader(namespace_id=number, keys=keys, **fields))]
     for block in blocks:
         messages += [pb.PutChunk(data=block[at : at + chunk_bytes]) for at in range(0, len(block), chunk_bytes)]
-        messages.append(pb.PutChunk(checksum=xxhash.xxh3_64_intdigest(block)))
+        messages[-1].checksum = xxhash.xxh3_64_intdigest(block)
     return messages
 
 

@@ -181,7 +181,7 @@ def test_what_is_not_there_is_an_answer_with_nothing_in_it(client: Client, ns: N
     ("op", "request_"),
     [
         ("inspect", pb.InspectRequest()),
-        ("inspect", pb.InspectRequest(key=b"short")),
+        ("inspect", pb.InspectRequest(key=b"abc")),
         ("inspect", pb.InspectRequest(key=bytes(33))),
         ("inspect", pb.InspectRequest(namespace=b"abc")),
         ("inspect", pb.InspectRequest(namespace=bytes(33))),
@@ -271,6 +271,7 @@ def test_a_caller_that_hangs_up_stops_its_eviction() -> None:
             wire.post(1, evict=pb.EvictRequest(all=True))
         daemon.resume()  # it finds the request and the end of who asked together
         eventually(lambda: "evicted as asked" in daemon.output())
+        assert "outcome=stopped" in daemon.output()
         assert counters(client)["evicted_asked"] < len(keys)
         assert client.health().healthy
 
@@ -298,7 +299,7 @@ def test_an_ended_session_leaves_what_its_process_may_write_to_quarantined(
     assert (ended["id"], ended["ended"]) == (raw["id"], True)
     assert admin.evict(client, pb.EvictRequest(namespace=ns.digest)).held == 2
     again = admin.end_session(client, raw["id"])
-    assert (again.found, again.quarantined) == (True, 4), "ended it stays, until its process is gone"
+    assert (again.found, again.quarantined) == (False, 4), "it was ended; what it held waits for its process"
     program.kill()
     eventually(lambda: session(client, "raw") is None)
     assert pool(client, SIZE)["quarantined"] == 0
@@ -436,6 +437,7 @@ def test_looking_at_many_blocks_and_evicting_them_holds_up_nobody() -> None:
         try:
             while len(took) < 300:
                 assert admin.inspect(client, pb.InspectRequest(namespace=ns.digest)).namespace.roots == 100
+                assert admin.inspect(client, pb.InspectRequest(key=keys[-1][:8])).key.key == keys[-1]
             assert admin.evict(client, pb.EvictRequest(namespace=ns.digest)).blocks == len(keys)
         finally:
             done.set()

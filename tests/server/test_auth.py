@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import socket
 import ssl
 import stat
@@ -14,8 +15,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from kvstore.errors import StartupError
-from kvstore.server import auth
+from kvstore.errors import ConfigError, StartupError
+from kvstore.server import private_file
 from kvstore.server.auth import Access, Tokens
 from kvstored.v1 import PROTOCOL
 from kvstored.v1 import kvstore_pb2 as pb
@@ -60,7 +61,7 @@ def test_a_token_is_what_its_table_says(tmp_path: Path) -> None:
 )
 def test_a_header_is_bearer_and_a_token(tmp_path: Path, header: str | None) -> None:
     tokens = Tokens.load(write_tokens(tmp_path / "tokens"))
-    with pytest.raises(Unauthenticated, match="Bearer TOKEN"):
+    with pytest.raises(Unauthenticated, match=r"Bearer TOKEN.*Client\(token=.*kvstore-cli --token-file"):
         tokens.of_header(header)
     assert tokens.of_header(f"bEARER  {token('engine')} ").name == "engine"
 
@@ -81,7 +82,7 @@ BAD: dict[str, tuple[str | bytes, str]] = {
     "half a yes": (GOOD + "admin = 'yes'\n", "admin is not true or false"),
     "a misspelling": (GOOD + "admn = true\n", "has 'admn'; allowed: token, tenant, admin"),
     "one token twice": (GOOD + '[tokens.b]\ntoken = "0123456789abcdef"\n', r"has the token of \[tokens.a\]"),
-    "very much": (GOOD + "#" * auth.FILE_BYTES_MAX, "larger than"),
+    "very much": (GOOD + "#" * private_file.FILE_BYTES_MAX, "larger than"),
 }
 
 
@@ -98,7 +99,7 @@ def test_a_file_that_is_wrong_is_refused_and_never_quoted(tmp_path: Path, what: 
 def test_a_file_that_others_may_read_or_write_is_refused(tmp_path: Path, mode: int) -> None:
     path = private(tmp_path / "tokens", GOOD)
     path.chmod(mode)
-    with pytest.raises(StartupError, match=f"has mode {mode:04o}.*chmod 600"):
+    with pytest.raises(StartupError, match=f"has mode {mode:04o}.*chmod 0600"):
         Tokens.load(path)
 
 
@@ -129,7 +130,8 @@ def test_a_certificate_and_a_key_that_do_not_fit_are_refused_by_the_names_of_the
     assert access.tls is not None
     assert access.tls.minimum_version >= ssl.TLSVersion.TLSv1_2
     junk = private(tmp_path / "junk", b"\x00" * 100)
-    for pair in ((cert, other), (junk, key), (cert, junk), (key, cert)):
+    cert_as_key = private(tmp_path / "cert_as_key", cert.read_bytes())
+    for pair in ((cert, other), (junk, key), (cert, junk), (key, cert_as_key)):
         with pytest.raises(StartupError, match=r"server.tls_cert, server.tls_key: .* are not a PEM certificate"):
             Access.load(*pair, None)
     for pair, name in (((tmp_path / "none", key), "tls_cert"), ((cert, tmp_path / "none"), "tls_key")):
@@ -137,6 +139,46 @@ def test_a_certificate_and_a_key_that_do_not_fit_are_refused_by_the_names_of_the
             Access.load(*pair, None)
     with pytest.raises(StartupError, match=r"server\.tls_key"):
         Access.load(cert, tmp_path, None)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o620])
+def test_a_key_that_others_may_read_or_write_is_refused_as_a_file_of_tokens_is(tmp_path: Path, mode: int) -> None:
+    cert, key = Authority(tmp_path).issue("one")
+    key.chmod(mode)
+    with pytest.raises(ConfigError, match=f"server.tls_key: {key} has mode {mode:04o}.*chmod 0600"):
+        Access.load(cert, key, None)
+
+
+def test_a_certificate_out_of_its_time_is_refused_with_the_date(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    with pytest.raises(ConfigError, match=r"server.tls_cert: .* expired at \d{4}-\d\d-\d\dT[\d:]+Z: renew it"):
+        Access.load(*authority.issue("old", valid=(-3, -0.01)), None)
+    with pytest.raises(
+        StartupError, match=r"is not valid before \d{4}-\d\d-\d\dT[\d:]+Z, and by this .* clock"
+    ) as caught:
+        Access.load(*authority.issue("new", valid=(1, 3)), None)
+    assert caught.value.exit_status == 1, "the clock of a machine that boots may be set in a moment"
+
+
+def test_a_certificate_that_expires_within_two_weeks_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    authority = Authority(tmp_path)
+    Access.load(*authority.issue("long", valid=(-1, 15)), None)
+    assert "expires" not in caplog.text
+    Access.load(*authority.issue("short", valid=(-1, 13.5)), None)
+    assert re.search(r"short.pem.*'days': 13.*the certificate expires soon", caplog.text)
+
+
+def test_of_a_chain_only_the_daemon_s_own_certificate_must_be_in_its_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A root that a chain still carries may have expired, and clients trust another way."""
+    authority = Authority(tmp_path)
+    (cert, key), (old, _) = authority.issue("one", valid=(-1, 30)), authority.issue("old", valid=(-3, -1))
+    cert.write_bytes(cert.read_bytes() + old.read_bytes())
+    assert Access.load(cert, key, None).certificate == (key.read_bytes(), cert.read_bytes())
+    assert "a certificate of the chain is out of its time" in caplog.text
 
 
 # -- what a token allows, on a daemon that all may reach

@@ -264,7 +264,6 @@ def test_connections_that_say_nothing_keep_nobody_out_and_are_told_why_they_end(
             connection.connect(str(node.socket))
         assert watch.client.health().healthy
         served(node)
-        turned_away(node, CLIENTS_MAX - silent)
         eventually(lambda: descriptors(node.pid) <= before, HELLO_WAIT_S + 10, "silent connections to be closed")
         assert one.last_words() == f"no Hello within {HELLO_WAIT_S:.0f} s"
         served(node)
@@ -273,14 +272,6 @@ def test_connections_that_say_nothing_keep_nobody_out_and_are_told_why_they_end(
         for connection in connections:
             connection.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def turned_away(node: RunningDaemon, more: int) -> None:
-    """Above the limit a connection is closed at once, and told why."""
-    wires = [Wire(node.socket, hello=False) for _ in range(more + 1)]
-    assert wires[-1].last_words() == f"{CLIENTS_MAX} clients are connected already"
-    for wire in wires:
-        wire.close()
 
 
 # -- descriptors

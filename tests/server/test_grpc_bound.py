@@ -17,9 +17,12 @@ from typing import Any
 import grpc
 import pytest
 
+from kvstore.core.holds import Session, Tenant
+from kvstore.server.bound import Bindings
 from kvstore.server.grpc_streams import GetStream
 from kvstored.v1 import PROTOCOL
 from kvstored.v1 import kvstore_pb2 as pb
+from kvstored.v1.errors import Unauthenticated
 from kvstored.v1.kvstore_pb2_grpc import KVStoreStub
 from tests.conftest import RunningDaemon, eventually, wait_for_line
 from tests.nodes import Watch, block, running
@@ -207,6 +210,20 @@ def test_what_a_bound_call_took_ends_with_its_socket_and_its_process(
             with refused(Code.UNAUTHENTICATED, "names no open session"):
                 getattr(stub, name)(request, metadata=(("kvstored-session", token),), timeout=WAIT_S)
     eventually(lambda: not any(watch.state()["totals"][what] for what in ("granted", "quarantined", "leased")))
+
+
+def test_a_token_of_a_session_has_one_spelling() -> None:
+    bindings, session = Bindings(), Session(1, Tenant(1, "default"), "x", True, False, 1, 1, 0.0)
+    token = bindings.bind(session)
+    assert bindings.find(token.hex()).session is session
+    spaced = " ".join(token.hex()[at : at + 2] for at in range(0, 32, 2))
+    for text in (f" {token.hex()}", f"{token.hex()}\n", spaced, "ab" * 15, "", "zz" * 16, f"0x{token.hex()}"):
+        with pytest.raises(Unauthenticated):
+            bindings.find(text)
+    while not any(map(str.isalpha, token.hex())):
+        token = bindings.bind(session)
+    with pytest.raises(Unauthenticated):
+        bindings.find(token.hex().upper())
 
 
 def test_slots_of_a_bound_call_never_end_by_a_clock() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,24 +33,34 @@ def blocks_of(name: object, count: int, size_bytes: int = BLOCK) -> list[bytes]:
 # -- the encoding
 
 
-@given(st.binary(max_size=300))
-def test_data_is_encoded_as_protobuf_does(data: bytes) -> None:
-    message = chunks.encode_data(memoryview(data))
+CHECKSUMS = st.none() | st.integers(0, 2**64 - 1)
+
+
+@given(st.binary(max_size=300), CHECKSUMS)
+def test_chunks_are_encoded_as_protobuf_does(data: bytes, checksum: int | None) -> None:
+    message = chunks.encode(memoryview(data), checksum)
     if data:
-        assert message == pb.PutChunk(data=data).SerializeToString() == pb.GetChunk(data=data).SerializeToString()
-        found = chunks.decode_data(message)
+        for kind in (pb.PutChunk, pb.GetChunk):
+            assert message == kind(data=data, checksum=checksum).SerializeToString()
+        found = chunks.decode(message)
         assert found is not None
-        assert bytes(found) == data
+        assert (bytes(found[0]), found[1]) == (data, checksum)
     else:
-        assert pb.PutChunk.FromString(message) == pb.PutChunk(data=b"")
-        assert chunks.decode_data(message) is None
+        assert pb.PutChunk.FromString(message) == pb.PutChunk(data=b"", checksum=checksum)
+        assert chunks.decode(message) is None
 
 
-@given(st.binary(max_size=12) | st.binary(max_size=12).map(lambda tail: b"\x12" + tail))
+@given(
+    st.binary(max_size=24)
+    | st.binary(max_size=12).map(lambda tail: b"\x12" + tail)
+    | st.tuples(st.binary(max_size=5), st.binary(min_size=7, max_size=9)).map(
+        lambda parts: b"\x12" + bytes((len(parts[0]),)) + parts[0] + b"\x19" + parts[1]
+    )
+)
 def test_what_is_decoded_by_hand_is_what_protobuf_decodes(message: bytes) -> None:
-    found = chunks.decode_data(message)
+    found = chunks.decode(message)
     if found is not None:
-        assert pb.PutChunk.FromString(message) == pb.PutChunk(data=bytes(found))
+        assert pb.PutChunk.FromString(message) == pb.PutChunk(data=bytes(found[0]), checksum=found[1])
 
 
 # -- round trips
@@ -133,11 +144,44 @@ def test_two_puts_of_one_key_store_it_once() -> None:
     with_edge(scenario)
 
 
+def spelled(data: bytes, checksum: int | None) -> dict[str, bytes]:
+    """One chunk as other writers may write it: fields in any order, more than once, and unknown ones."""
+    whole = chunks.encode(memoryview(data), checksum)
+    said = whole[len(chunks.encode(memoryview(data))) :]
+    plain, other = whole[: len(whole) - len(said)], chunks.encode(memoryview(b"another"))
+    unknown = b"\x78\x01" + b"\x82\x01\x03abc"
+    return {
+        "checksum first": said + plain,
+        "data twice": other + whole,
+        "an unknown field first": unknown + whole,
+        "an unknown field behind": whole + unknown,
+        "checksum twice": (b"\x19" + bytes(8) if said else b"") + whole,
+    }
+
+
+@pytest.mark.parametrize("how", spelled(b"", None))
+def test_a_chunk_may_be_written_as_protobuf_allows_and_the_last_of_a_field_counts(how: str) -> None:
+    keys, blocks = keys_of("spelled", 2), blocks_of("spelled", 2)
+
+    async def scenario(scene: Scene) -> None:
+        number = await scene.namespace(BLOCK)
+        put = scene.channel.stream_unary("/kvstored.v1.KVStore/Put", None, pb.PutReply.FromString)
+        messages = [put_messages(number, keys, [])[0].SerializeToString()]
+        for block in blocks:
+            messages.append(spelled(block[:100], None)[how])
+            messages.append(spelled(block[100:], xxhash.xxh3_64_intdigest(block))[how])
+        assert list((await put(iter(messages))).results) == [STORED, STORED]
+        assert await scene.get(number, keys) == (2, blocks)
+
+    with_edge(scenario)
+
+
 # -- what is refused, with nothing visible and nothing held
 
 
 def bad_puts() -> dict[str, tuple[Callable[[int], list[Any]], str]]:
     keys, blocks = keys_of("bad", 2), blocks_of("bad", 2)
+    digest = xxhash.xxh3_64_intdigest(blocks[1])
 
     def good(number: int, **fields: Any) -> list[Any]:
         return put_messages(number, keys, blocks, **fields)
@@ -152,14 +196,38 @@ def bad_puts() -> dict[str, tuple[Callable[[int], list[Any]], str]]:
 
     short = keys[1][:31]
     return {
-        "wrong checksum": (with_part(-1, checksum=7), "block 1 does not match its checksum"),
-        "wrong bytes": (with_part(-2, data=bytes(BLOCK)), "block 1 does not match its checksum"),
+        "wrong checksum": (with_part(-1, data=blocks[1], checksum=7), "block 1 does not match its checksum"),
+        "wrong bytes": (with_part(-1, data=bytes(BLOCK), checksum=digest), "block 1 does not match its checksum"),
         "no message": (lambda _: [], "the first message of a Put is its header"),
         "bytes first": (lambda n: good(n)[1:], "the first message of a Put is its header"),
         "header twice": (with_part(1, header=pb.PutHeader()), "a header where 65536 more bytes"),
-        "an empty message": (with_part(1), "a message without a part where"),
-        "checksum too early": (with_part(1, checksum=7), "a checksum where 65536 more bytes"),
-        "bytes for the checksum": (with_part(2, data=b"x"), "bytes where its checksum was expected"),
+        "an empty message": (with_part(1), "a chunk of 0 bytes; 1 to 65536"),
+        "checksum alone": (with_part(1, checksum=7), "a chunk of 0 bytes; 1 to 65536"),
+        "checksum too early": (with_part(1, data=b"x", checksum=7), "block 0: a checksum 65535 bytes before its end"),
+        "checksum behind": (
+            lambda n: [*good(n)[:1], pb.PutChunk(data=blocks[0]), pb.PutChunk(checksum=7)],
+            "block 0: no checksum with its last bytes",
+        ),
+        "a message for each checksum, as it was before": (
+            lambda n: [
+                *good(n)[:1],
+                pb.PutChunk(data=blocks[0]),
+                pb.PutChunk(checksum=xxhash.xxh3_64_intdigest(blocks[0])),
+            ],
+            "block 0: no checksum with its last bytes",
+        ),
+        "checksums first": (
+            lambda n: [*good(n)[:1], pb.PutChunk(checksum=digest), pb.PutChunk(data=blocks[0])],
+            "block 0: a chunk of 0 bytes; 1 to 65536",
+        ),
+        "header with bytes": (
+            lambda n: [pb.PutChunk(header=good(n)[0].header, data=b"x"), *good(n)[1:]],
+            "in a message of its own",
+        ),
+        "header with a checksum": (
+            lambda n: [pb.PutChunk(header=good(n)[0].header, checksum=0), *good(n)[1:]],
+            "in a message of its own",
+        ),
         "an empty chunk": (with_part(1, data=b""), "a chunk of 0 bytes; 1 to 65536"),
         "a chunk over the end": (with_part(1, data=bytes(BLOCK + 1)), "a chunk of 65537 bytes; 1 to 65536"),
         "bytes behind the last block": (lambda n: [*good(n), pb.PutChunk(data=b"x")], "more bytes than the 2 blocks"),
@@ -305,7 +373,7 @@ def test_bytes_behind_an_expired_reservation_are_not_written() -> None:
 def test_a_whole_block_whose_reservation_expires_before_its_commit_is_not_stored() -> None:
     async def scenario(scene: Scene) -> None:
         number = await scene.namespace(BLOCK)
-        messages = put_messages(number, keys_of("k", 2), blocks_of("k", 2))
+        messages = put_messages(number, keys_of("k", 2), blocks_of("k", 2), chunk_bytes=BLOCK // 2)
         call = scene.stub.Put(timeout=10.0)
         for message in messages[:4]:
             await call.write(message)
@@ -330,7 +398,7 @@ def test_a_slow_put_that_never_stalls_outlives_its_first_reservation(monkeypatch
     async def scenario(scene: Scene) -> None:
         nonlocal ahead_s
         number = await scene.namespace(BLOCK)
-        messages = put_messages(number, keys_of("k", 4), blocks_of("k", 4))
+        messages = put_messages(number, keys_of("k", 4), blocks_of("k", 4), chunk_bytes=BLOCK // 2)
         call = scene.stub.Put(timeout=10.0)
         await call.write(messages[0])
         for i in range(4):

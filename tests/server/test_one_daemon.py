@@ -29,7 +29,7 @@ def start_beside(daemon: RunningDaemon, directory: Path, **settings: str) -> sub
 
 
 def refused(done: subprocess.CompletedProcess[str], daemon: RunningDaemon, what: str) -> None:
-    assert done.returncode == 2, done.stderr
+    assert done.returncode == 1, done.stderr
     assert "ready: serving" not in done.stderr
     assert "Traceback" not in done.stderr
     last = done.stderr.strip().splitlines()[-1]
@@ -69,7 +69,7 @@ def test_a_port_that_somebody_else_listens_on_is_named(daemon: RunningDaemon, tm
             listener.listen()
             address = f"127.0.0.1:{listener.getsockname()[1]}"
             done = start_beside(daemon, tmp_path, server__grpc=address)
-        assert done.returncode == 2, done.stderr
+        assert done.returncode == 1, done.stderr
         assert address in done.stderr.strip().splitlines()[-1]
         assert "ready: serving" not in done.stderr
 

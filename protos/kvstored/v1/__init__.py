@@ -9,7 +9,10 @@ PROTOCOL_OLDEST = 1
 
 KEY_BYTES = 32
 DIGEST_PREFIX_BYTES_MIN = 4
-"""A namespace may be named to an administrator by so much of its digest."""
+"""A namespace or key may be named to an administrator by so much of its beginning."""
+
+ADMINISTRATION_CLIENT = "kvstore-cli"
+"""The name of clients that administer: their sessions come and go with every command, which is no event to log."""
 
 FRAME_BYTES_MAX = 1 << 20
 KEYS_MAX = 4096

@@ -168,16 +168,26 @@ class EvictKeys(_message.Message):
     def __init__(self, keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class EvictReply(_message.Message):
-    __slots__ = ("blocks", "size_bytes", "held", "absent")
+    __slots__ = ("blocks", "size_bytes", "held", "absent", "held_bytes", "pinned", "pinned_bytes", "leased", "leased_bytes")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     ABSENT_FIELD_NUMBER: _ClassVar[int]
+    HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LEASED_FIELD_NUMBER: _ClassVar[int]
+    LEASED_BYTES_FIELD_NUMBER: _ClassVar[int]
     blocks: int
     size_bytes: int
     held: int
     absent: int
-    def __init__(self, blocks: _Optional[int] = ..., size_bytes: _Optional[int] = ..., held: _Optional[int] = ..., absent: _Optional[int] = ...) -> None: ...
+    held_bytes: int
+    pinned: int
+    pinned_bytes: int
+    leased: int
+    leased_bytes: int
+    def __init__(self, blocks: _Optional[int] = ..., size_bytes: _Optional[int] = ..., held: _Optional[int] = ..., absent: _Optional[int] = ..., held_bytes: _Optional[int] = ..., pinned: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., leased: _Optional[int] = ..., leased_bytes: _Optional[int] = ...) -> None: ...
 
 class EndSessionRequest(_message.Message):
     __slots__ = ("session",)

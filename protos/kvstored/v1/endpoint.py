@@ -1,6 +1,9 @@
 """Where the daemon is found when nobody says where, and with what to come in: one rule for all of us."""
 
 import os
+import select
+import stat
+import time
 from pathlib import Path
 
 from kvstored.v1.errors import InvalidArgument
@@ -11,6 +14,9 @@ ENDPOINT_VARIABLE = "KVSTORED_ENDPOINT"
 TOKEN_FILE_VARIABLE = "KVSTORED_TOKEN_FILE"  # noqa: S105 (the name of a variable)
 CA_VARIABLE = "KVSTORED_CA"
 TOKEN_BYTES_MAX = 4096
+PIPE_WAIT_S = 5.0
+"""For a token that comes through a pipe."""
+
 CLIENT_VARIABLES = (ENDPOINT_VARIABLE, TOKEN_FILE_VARIABLE, CA_VARIABLE)
 """Variables of clients; a daemon that finds them set is not meant."""
 
@@ -39,16 +45,72 @@ def default_endpoint() -> str:
         return named
     own = user_runtime_dir() / SOCKET_NAME
     system = SYSTEM_RUNTIME_DIR / SOCKET_NAME
-    return f"unix://{system if system.exists() and not own.exists() else own}"
+    return f"unix://{system if _is_there(system) and not _is_there(own) else own}"
 
 
-def token_of_file(name: str) -> str:
-    """The token that is the one line of a file. Raises InvalidArgument."""
+def _is_there(path: Path) -> bool:
+    """Whether there is such a socket, also where we are not let to it: who connects is told why not."""
     try:
-        with Path(name).open(encoding="ascii") as file:
-            token = file.read(TOKEN_BYTES_MAX + 1).strip()
-    except (OSError, UnicodeDecodeError) as e:
-        raise InvalidArgument(f"the token file {name} cannot be read: {e}") from e
-    if not token or len(token) > TOKEN_BYTES_MAX or not token.isprintable():
-        raise InvalidArgument(f"the token file {name} is not one line with a token")
+        path.stat()
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def token_of_file(name: str, origin: str = "") -> str:
+    """The token that is the one line of a file. Raises InvalidArgument, which says what to do and quotes nothing.
+
+    `origin` stands behind the name in messages: who named it. Pipes are read, for shells
+    that make one of a command. Others may read it (secrets of a container are often so
+    mounted): which user this process is, is its keeper's to say.
+    """
+    where = f"the token file {name}{origin}"
+    try:
+        content = _content(name)
+    except TimeoutError:
+        raise InvalidArgument(f"{where} is a pipe that nobody has written to within {PIPE_WAIT_S:.0f} s") from None
+    except OSError as e:
+        raise InvalidArgument(f"{where} cannot be read: {e.strerror}{_unreadable(name, e)}") from e
+    except ValueError as e:  # a zero byte in its name
+        raise InvalidArgument(f"{where!r} cannot be read: {e}") from e
+    token = content.decode("ascii", "replace").strip()
+    if not token:
+        raise InvalidArgument(f"{where} is empty: write the token into it that the daemon knows (server.tokens)")
+    if len(content) > TOKEN_BYTES_MAX or not token.isascii() or not token.isprintable():
+        raise InvalidArgument(
+            f"{where} is not one line with a token: one line of printable ASCII, at most {TOKEN_BYTES_MAX} bytes"
+        )
     return token
+
+
+def _content(name: str) -> bytes:
+    descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        content, until, poll = b"", time.monotonic() + PIPE_WAIT_S, select.poll()
+        poll.register(descriptor, select.POLLIN)
+        while len(content) <= TOKEN_BYTES_MAX:
+            if not poll.poll(max(until - time.monotonic(), 0) * 1000):
+                raise TimeoutError
+            more = os.read(descriptor, TOKEN_BYTES_MAX + 1)
+            if not more:
+                break
+            content += more
+        return content
+    finally:
+        os.close(descriptor)
+
+
+def _unreadable(name: str, error: OSError) -> str:
+    """What to do about it."""
+    if isinstance(error, FileNotFoundError):
+        return "; write the token into it, or name another file"
+    if not isinstance(error, PermissionError):
+        return "; it must be a file with one line"
+    try:
+        found = Path(name).stat()
+    except OSError:
+        return "; this process may not look into its directory"
+    mode = stat.S_IMODE(found.st_mode)
+    return f"; it is uid {found.st_uid}'s with mode {mode:04o}, and this process is uid {os.geteuid()}: chown it"

@@ -250,10 +250,14 @@ class CommitReply(_message.Message):
     def __init__(self, results: _Optional[_Iterable[_Union[CommitResult, str]]] = ..., slots: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
-    __slots__ = ("slots",)
+    __slots__ = ("slots", "all", "keep")
     SLOTS_FIELD_NUMBER: _ClassVar[int]
+    ALL_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
     slots: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, slots: _Optional[_Iterable[int]] = ...) -> None: ...
+    all: bool
+    keep: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, slots: _Optional[_Iterable[int]] = ..., all: bool = ..., keep: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AbortReply(_message.Message):
     __slots__ = ()
@@ -290,10 +294,14 @@ class AcquireReply(_message.Message):
     def __init__(self, slots: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("slots",)
+    __slots__ = ("slots", "all", "keep")
     SLOTS_FIELD_NUMBER: _ClassVar[int]
+    ALL_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
     slots: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, slots: _Optional[_Iterable[int]] = ...) -> None: ...
+    all: bool
+    keep: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, slots: _Optional[_Iterable[int]] = ..., all: bool = ..., keep: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReleaseReply(_message.Message):
     __slots__ = ()

@@ -62,7 +62,7 @@ class StatsReply(_message.Message):
     def __init__(self, daemon: _Optional[_Union[DaemonStats, _Mapping]] = ..., host: _Optional[_Union[HostStats, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[PoolStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., indexes: _Optional[_Iterable[_Union[IndexStats, _Mapping]]] = ..., loops: _Optional[_Iterable[_Union[LoopStats, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., operations: _Optional[_Iterable[_Union[OperationStats, _Mapping]]] = ..., calls: _Optional[_Iterable[_Union[CallStats, _Mapping]]] = ...) -> None: ...
 
 class DaemonStats(_message.Message):
-    __slots__ = ("version", "pid", "epoch", "uptime_s", "socket", "grpc", "healthy", "problems", "rss_anon_bytes", "http", "open_descriptors")
+    __slots__ = ("version", "pid", "epoch", "uptime_s", "socket", "grpc", "healthy", "problems", "rss_anon_bytes", "http", "open_descriptors", "internal_errors", "log_lines_dropped")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +74,8 @@ class DaemonStats(_message.Message):
     RSS_ANON_BYTES_FIELD_NUMBER: _ClassVar[int]
     HTTP_FIELD_NUMBER: _ClassVar[int]
     OPEN_DESCRIPTORS_FIELD_NUMBER: _ClassVar[int]
+    INTERNAL_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    LOG_LINES_DROPPED_FIELD_NUMBER: _ClassVar[int]
     version: str
     pid: int
     epoch: int
@@ -85,7 +87,9 @@ class DaemonStats(_message.Message):
     rss_anon_bytes: int
     http: str
     open_descriptors: int
-    def __init__(self, version: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., uptime_s: _Optional[float] = ..., socket: _Optional[str] = ..., grpc: _Optional[str] = ..., healthy: bool = ..., problems: _Optional[_Iterable[str]] = ..., rss_anon_bytes: _Optional[int] = ..., http: _Optional[str] = ..., open_descriptors: _Optional[int] = ...) -> None: ...
+    internal_errors: int
+    log_lines_dropped: int
+    def __init__(self, version: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., uptime_s: _Optional[float] = ..., socket: _Optional[str] = ..., grpc: _Optional[str] = ..., healthy: bool = ..., problems: _Optional[_Iterable[str]] = ..., rss_anon_bytes: _Optional[int] = ..., http: _Optional[str] = ..., open_descriptors: _Optional[int] = ..., internal_errors: _Optional[int] = ..., log_lines_dropped: _Optional[int] = ...) -> None: ...
 
 class HostStats(_message.Message):
     __slots__ = ("size_bytes", "segment_bytes", "segments", "unassigned_bytes", "draining_bytes", "locked", "locked_reason", "huge_pages", "used_bytes", "block_bytes", "partly_free_bytes", "slack_bytes")
