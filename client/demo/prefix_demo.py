@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -70,15 +71,21 @@ def _log_tail(log: Path) -> str:
     return "\n".join(["its last lines:", *(f"  | {line}" for line in lines)]) if lines else "it printed nothing"
 
 
-def _wait_until_healthy(daemon: Process, socket: Path, log: Path) -> None:
-    """Polls until the daemon answers that it is well. Before its socket is there nobody needs to be asked."""
+def _listens(path: Path) -> bool:
+    """Whether somebody takes connections there: a client would tell its user that nobody does."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        return sock.connect_ex(str(path)) == 0
+
+
+def _wait_until_healthy(daemon: Process, path: Path, log: Path) -> None:
+    """Polls until the daemon answers that it is well."""
     from kvstore_client import Client
 
     deadline = time.monotonic() + READY_S
-    answer = "no socket yet"
+    answer = "nobody listens yet"
     while True:
-        if socket.exists():
-            with Client(f"unix://{socket}") as client:
+        if _listens(path):
+            with Client(f"unix://{path}") as client:
                 health = client.health()
             if health.healthy:
                 return
@@ -102,7 +109,7 @@ def _running_daemon(runtime_dir: Path) -> Iterator[str]:
     say("starting kvstored ...")
     start = time.monotonic()
     log = runtime_dir / "kvstored.log"
-    socket = runtime_dir / "kvstored" / "kvstored.sock"
+    path = runtime_dir / "kvstored" / "kvstored.sock"
     with log.open("w") as output:
         daemon = subprocess.Popen(  # noqa: S603
             [str(DAEMON)],
@@ -115,9 +122,9 @@ def _running_daemon(runtime_dir: Path) -> Iterator[str]:
             text=True,
         )
     try:
-        _wait_until_healthy(daemon, socket, log)
+        _wait_until_healthy(daemon, path, log)
         say(f"  ready after {time.monotonic() - start:.1f} s (pid {daemon.pid})")
-        yield f"unix://{socket}"
+        yield f"unix://{path}"
         if daemon.poll() is not None:
             raise DemoError(f"kvstored ended during the demo with status {daemon.returncode}; {_log_tail(log)}")
     finally:

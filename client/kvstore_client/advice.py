@@ -30,7 +30,7 @@ def _why(path: str, error: OSError, start: str) -> str:
         return f"permission denied: {_denied(Path(path))}"
     if error.errno == errno.ECONNREFUSED:
         if _is_socket(path):
-            return f"nobody listens on the socket that is there, its daemon is gone; {start}"
+            return f"nobody listens on the socket that is there: its daemon is starting, or gone; {start}"
         return f"what is there is no socket; {start}"
     if error.errno == errno.EAGAIN:
         return "it takes no connection in time: it stands still, or too many wait (`systemctl status kvstored`)"

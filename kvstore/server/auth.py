@@ -29,6 +29,9 @@ from kvstored.v1.errors import Unauthenticated
 TOKEN_CHARS_MIN, TOKEN_CHARS_MAX = 16, 1024
 ANY_TENANT = "*"
 SCHEME = "bearer"
+SAMPLE = "REPLACE-ME"
+"""What stands in place of a token in docs/operating.md."""
+
 FIELDS = {"token": str, "tenant": str, "admin": bool}
 SPELLING = re.compile(rf"[!-~]{{{TOKEN_CHARS_MIN},{TOKEN_CHARS_MAX}}}\Z")
 """Printable ASCII without spaces, as a header takes it."""
@@ -118,6 +121,8 @@ def _grant(path: Path, name: str, fields: Any) -> tuple[bytes, Grant]:
         raise _refused(
             path, f"{where} token is not {TOKEN_CHARS_MIN} to {TOKEN_CHARS_MAX} printable ASCII characters, no spaces"
         )
+    if SAMPLE in fields["token"]:
+        raise _refused(path, f"{where} token is the sample of the manual, which everybody knows; make one of your own")
     tenant = fields.get("tenant", "default")
     if tenant != ANY_TENANT and not TENANT.match(tenant):
         raise _refused(path, f"{where} tenant is neither '*' nor 1 to 64 of the characters A-Z a-z 0-9 _ . -")

@@ -38,7 +38,7 @@ def below_a_file(path: Path) -> None:
 
 CAUSES: dict[str, tuple[Callable[[Path], object], str]] = {
     "nothing": (lambda path: None, "there is no such socket; start `kvstored`"),
-    "stale": (left_behind, "nobody listens on the socket that is there, its daemon is gone; start `kvstored`"),
+    "stale": (left_behind, "nobody listens on the socket that is there: its daemon is starting, or gone;"),
     "file": (lambda path: path.write_text(""), "what is there is no socket; start `kvstored`"),
     "below a file": (below_a_file, "Not a directory"),
 }

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -261,3 +262,12 @@ def test_an_identity_that_is_not_text_is_refused(client: Client, where: str, wro
         make = partial(client.namespace, replace(PLAIN, **{where: wrong}))  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="text"):
         make()
+
+
+def test_the_contract_names_every_field_of_an_identity() -> None:
+    """A client in another language that leaves one out gets another digest, and misses for ever."""
+    text = (Path(__file__).resolve().parents[2] / "protos" / "README.md").read_text()
+    recipe = text[text.index("Fields of a layout:") : text.index("A **key** is 32 bytes")]
+    layout = Layout(model="m", dtype="bfloat16", num_layers=1, num_kv_heads=1, head_dim=1, block_tokens=1)
+    for name in (*layout.identity(), "kind", "salt", "adapter", "name", "block_bytes"):
+        assert f"`{name}`" in recipe, name

@@ -76,6 +76,7 @@ BAD: dict[str, tuple[str | bytes, str]] = {
     "no token": ("[tokens.a]\nadmin = true\n", "token is not 16 to"),
     "a short token": ("[tokens.a]\ntoken = 'secret-15-chars'\n", "token is not 16 to"),
     "a token with spaces": ("[tokens.a]\ntoken = 'secret secret secret'\n", "no spaces"),
+    "the sample of the manual": ("[tokens.a]\ntoken = 'REPLACE-ME-openssl-rand-hex-32'\n", "sample of the manual"),
     "a token that no header takes": ("[tokens.a]\ntoken = 'sécret-secret-secret'\n", "printable ASCII"),
     "a number": ("[tokens.a]\ntoken = 1234567890123456\n", "token is not text"),
     "a wrong tenant": (GOOD + "tenant = 'a/b'\n", "tenant is neither"),
