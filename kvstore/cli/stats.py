@@ -237,7 +237,7 @@ SESSION_COLUMNS: Sequence[Column] = (
     ("ended", "ended", yes_no),
 )
 NAMESPACE_COLUMNS: Sequence[Column] = (
-    ("id", "number", str),
+    ("id", "id", str),
     ("digest", "digest", lambda value: (value.hex() if isinstance(value, bytes) else value)[:12]),
     ("label", "label", str),
     ("tenant", "tenant", str),
