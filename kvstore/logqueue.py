@@ -10,13 +10,16 @@ At the end the queue has a bounded time, and the thread is one that no exit wait
 """
 
 import contextlib
+import io
 import logging
 import os
 import select
 import socket
 import stat
 import threading
+import time
 from collections import deque
+from typing import Any, TextIO
 
 LINES_MAX = 4096
 BYTES_MAX = 8 << 20
@@ -24,6 +27,9 @@ BYTES_MAX = 8 << 20
 
 RETRY_S = 1.0
 """After a line that could not be written (a full disk, a reader that is gone): so long, all are dropped."""
+
+SAY_S = 1.0
+"""For what is said outside the queue: of a start that fails, or by Python itself; the rest of it is left out."""
 
 DESCRIPTORS = "/proc/self/fd"
 
@@ -75,11 +81,59 @@ class Sink:
             else:
                 return
 
+    def write_within(self, data: bytes, seconds: float) -> bytes:
+        """Writes what finds a place in that time; answers the rest. Raises OSError."""
+        until, poll = time.monotonic() + seconds, select.poll()
+        poll.register(self._descriptor, select.POLLOUT)
+        while data:
+            data = self.offer(data)
+            if not data or not poll.poll(max(until - time.monotonic(), 0) * 1000):
+                break
+            if self._waits:  # so much a pipe that has room takes at once
+                data = data[os.write(self._descriptor, data[: select.PIPE_BUF]) :]
+        return data
+
     def close(self) -> None:
         if self._socket is not None:
             self._socket.close()
         if self._own >= 0:
             os.close(self._own)
+
+
+class _Bounded(io.RawIOBase):
+    """A descriptor as a file whose reader may have stopped: one wait of SAY_S, and none until it reads again."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._sink = Sink(descriptor)
+        self._wait_s = SAY_S
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def write(self, data: Any) -> int:
+        """All of it, or as much as finds a place in time: the rest is lost."""
+        left = self._sink.write_within(bytes(data), self._wait_s)
+        self._wait_s = 0.0 if left else SAY_S
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._sink.close()
+        super().close()
+
+
+def bounded(descriptor: int) -> TextIO:
+    """A text stream in place of standard error that keeps nobody who writes to it."""
+    # Straight to the descriptor: what a buffer kept would be written once more at the end.
+    raw: Any = _Bounded(descriptor)
+    return io.TextIOWrapper(raw, errors="backslashreplace", line_buffering=True, write_through=True)
 
 
 class LogQueue(logging.Handler):

@@ -11,6 +11,7 @@ TOKENS = {
     "other": ("token-of-another-0002", "other", False),
     "everybody": ("token-of-everybody-0003", "*", False),
     "operator": ("token-of-the-operator-04", "*", True),
+    "head": ("token-of-another-head-06", "other", True),
     "foreman": ("token-of-a-foreman-0005", "default", True),
 }
 """Name -> token, tenant, administrator."""

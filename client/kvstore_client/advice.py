@@ -14,12 +14,15 @@ from pathlib import Path
 
 from kvstored.v1.endpoint import ENDPOINT_VARIABLE
 
+ANOTHER = f"name another with {ENDPOINT_VARIABLE}"
+"""Of programs that have no option for it."""
+
 FIRST_OF_SOCKETS = (errno.ENOENT, errno.EACCES, errno.ECONNREFUSED)
 
 
 def no_answer(endpoint: str, path: str, error: OSError, how: str = "") -> str:
     """The whole message, of an error of connect(2) to a Unix socket; names the path once. `how` to start a daemon."""
-    start = f"start `kvstored` {how}(a service: `systemctl status kvstored`), or name another with {ENDPOINT_VARIABLE}"
+    start = f"start `kvstored` {how}(a service: `systemctl status kvstored`), or {ANOTHER}"
     return f"no kvstored answers on {endpoint}: {_why(path, error, start)}"
 
 

@@ -127,7 +127,8 @@ class Channel:
             error = self._error(e)
             if isinstance(error, Unavailable):
                 if not self._down:
-                    log.warning("%s; reads miss and puts are rejected until it is back", error)
+                    until = "that is put right" if _no_trust(e) else "it is back"
+                    log.warning("%s; reads miss and puts are rejected until %s", error, until)
                 self._down = str(error)
             raise error from e
         except ValueError:
@@ -169,10 +170,12 @@ class Channel:
             if socket_error is not None:
                 path = self.endpoint.removeprefix("grpc+unix://")
                 return Unavailable(advice.no_answer(self.endpoint, path, socket_error, "with server.grpc = unix:PATH "))
-            hint = "is it running, with server.grpc?"
-            if any(word in details.lower() for word in NO_TRUST):
-                hint = f"its certificate must name this host and be signed by {self._trust.authorities}"
-            return Unavailable(f"no kvstored answers on {self.endpoint} ({details}); {hint}")
+            if _no_trust(e):
+                return Unavailable(
+                    f"what answers on {self.endpoint} is not trusted ({details}), which no waiting mends: "
+                    f"its certificate must name this host and be signed by {self._trust.authorities}"
+                )
+            return Unavailable(f"no kvstored answers on {self.endpoint} ({details}); is it running, with server.grpc?")
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return FailedPrecondition(f"what answers on {self.endpoint} is not a kvstored of this release: {details}")
         if code is grpc.StatusCode.PERMISSION_DENIED:
@@ -214,6 +217,12 @@ class Trust:
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What every call carries of it."""
         return (("authorization", f"Bearer {self.token}"),) if self.token else ()
+
+
+def _no_trust(error: Any) -> bool:
+    """Whether somebody is there, and TLS did not come about."""
+    details = (error.details() or "").lower()
+    return error.code() is grpc.StatusCode.UNAVAILABLE and any(word in details for word in NO_TRUST)
 
 
 def _is_loopback(rest: str) -> bool:

@@ -79,7 +79,11 @@ class Client:
         return self._transport.stats()
 
     def health(self) -> Health:
-        """Whether the daemon can be reached and is well; never raises because it is away."""
+        """Whether the daemon can be reached and is well; never raises because it is away.
+
+        A signal handler in the middle of another call of its own thread cannot ask it: then
+        `reachable` is whether the connection stands, and `problems` says that nobody was asked.
+        """
         return self._transport.health()
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from kvstore_client.farewell import Arguments, see_off, unmap_unused
 from kvstore_client.reads import Reads
 from kvstore_client.session import TOUCH_S, Session
 from kvstore_client.transport import Identity
-from kvstore_client.waiting import acquired
+from kvstore_client.waiting import InTheMiddle, acquired, is_mine
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.errors import DeadlineExceeded, FailedPrecondition, KVStoreError, Unavailable
 
@@ -55,7 +55,7 @@ class Keeper:
         self._before: Session | None = None
         self._last: queue.SimpleQueue[Session | None] = queue.SimpleQueue()
         """To the thread: the session that the client leaves behind. Its `put` is safe in finalizers."""
-        self._connecting = threading.Lock()
+        self._connecting = threading.RLock()
         self._wake = threading.Event()
         self._backoff_s = BACKOFF_FIRST_S
         self._retry_at = 0.0
@@ -80,6 +80,8 @@ class Keeper:
         until = until or time.monotonic() + self._timeout_s
         failures = self._failures
         if not acquired(self._connecting, max(until - time.monotonic(), 0)):
+            if is_mine(self._connecting):
+                raise InTheMiddle
             raise Unavailable(
                 f"no session with kvstored within {self._timeout_s} s: another thread is still connecting"
             )
@@ -319,7 +321,7 @@ def _in_child() -> None:
     """Clients made before a fork are of no use in the child, where their keeper does not run."""
     for keeper in list(_keepers):
         keeper._forked = True
-        keeper._connecting = threading.Lock()
+        keeper._connecting = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_in_child)

@@ -20,6 +20,7 @@ from kvstore_client.lease import Hold, Lease, Slots
 from kvstore_client.results import TIER_NAMES, Health, Hint, Match, PutResult
 from kvstore_client.session import Session
 from kvstore_client.transport import Identity
+from kvstore_client.waiting import InTheMiddle
 from kvstored.v1 import KEYS_MAX, shm
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.errors import (
@@ -383,6 +384,9 @@ class LocalTransport:
     def health(self) -> Health:
         try:
             reply = self._need(lambda session: session.call(pb.Request(health=pb.HealthRequest()))).health
+        except InTheMiddle as e:  # the daemon was not asked, so nothing is known but whether the connection stands
+            session = self._session
+            return Health(session is not None and not session.hung_up(), healthy=False, problems=[str(e)])
         except (Unavailable, ResourceExhausted, DeadlineExceeded) as e:
             return Health(reachable=False, healthy=False, problems=[str(e)])
         return Health(True, reply.healthy, list(reply.problems), reply.version, reply.uptime_s)

@@ -72,7 +72,7 @@ class Reads:
         self._chains: deque[tuple[tuple[bytes, ...], str]] = deque(maxlen=CHAINS_MAX)
         self._notes: deque[tuple[int, bytes, int, int, float]] = deque()
         self._sums: dict[tuple[bytes, int], Sum] = {}
-        self._adding = threading.Lock()
+        self._adding = threading.RLock()
         self._told_at = 0.0
 
     def used(self, keys: Sequence[bytes], conversation: str = "") -> None:

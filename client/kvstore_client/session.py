@@ -52,7 +52,7 @@ class Session:
     def __init__(self, path: str, client: str, tenant: str, timeout_s: float, read_only: bool) -> None:
         self.dead = ""
         self.forked = False
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.holds: dict[int, list[int]] = {}
         """Slots leased, by the number of their hold; guarded by the lock."""
         self.writing: set[int] = set()
@@ -493,7 +493,7 @@ def _in_child() -> None:
     for session in list(_sessions):
         session.forked = True
         session.dead = "made before a fork"
-        session.lock = threading.Lock()
+        session.lock = threading.RLock()
         session._stream.close()
 
 

@@ -35,6 +35,8 @@ RECEIVE_BYTES = 64 << 10
 _INT_BYTES = array("i").itemsize
 CONTROL_BYTES = socket.CMSG_LEN(DESCRIPTORS_MAX * _INT_BYTES)
 REPLY_BYTES_MAX = 16 * FRAME_BYTES_MAX
+LATE_MAX = 64
+"""Times that what is there already is still taken when the time is over: an answer, but no endless one."""
 LAST_READS_MAX = 64
 """Of a connection that has ended: more than the kernel keeps of one."""
 
@@ -86,6 +88,15 @@ def _require(descriptors: list[int], count: int) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
+def _ready(poll: select.poll, rest_s: float) -> bool:
+    """Waits for what `poll` is for, in time.
+
+    A signal handler in the middle of it may use up the time, whereupon poll answers without
+    another look: so "no" means that the time is over, and whoever hears it looks once more.
+    """
+    return rest_s > 0 and bool(poll.poll(min(rest_s * 1000, _POLL_MS_MAX)))
+
+
 class Stream:
     """A connection to the daemon's session socket."""
 
@@ -135,10 +146,12 @@ class Stream:
             return
         until = time.monotonic() + self.deadline_s
         rest = memoryview(frames)[sent:]
+        late = 0
         while rest:
-            rest_s = until - time.monotonic()
-            if rest_s <= 0 or not self._writable.poll(min(rest_s * 1000, _POLL_MS_MAX)):
-                raise BlockingIOError(errno.EAGAIN, "the daemon takes nothing")
+            if not _ready(self._writable, until - time.monotonic()):
+                late += 1
+                if late > LATE_MAX or not self._writable.poll(0):
+                    raise BlockingIOError(errno.EAGAIN, "the daemon takes nothing")
             rest = rest[self._send_some(rest) :]
         self._in_doubt = False
 
@@ -158,7 +171,7 @@ class Stream:
         """The next reply; descriptors that come with it are appended to the list, if there is one."""
         self._begin()
         buffer = self._buffer
-        until, rest_s = 0.0, self.deadline_s
+        until, rest_s, late = 0.0, self.deadline_s, 0
         while True:
             reply = self._whole_reply()
             if reply is not None:
@@ -169,8 +182,10 @@ class Stream:
                 now = time.monotonic()
                 until = until or now + self.deadline_s
                 rest_s = until - now
-            if rest_s <= 0 or not self._readable.poll(min(rest_s * 1000, _POLL_MS_MAX)):
-                raise BlockingIOError(errno.EAGAIN, "an answer in pieces" if buffer else "no answer")
+            if not _ready(self._readable, rest_s):
+                late += 1
+                if late > LATE_MAX or not self._readable.poll(0):
+                    raise BlockingIOError(errno.EAGAIN, "an answer in pieces" if buffer else "no answer")
             if descriptors is None:
                 data = self._socket.recv(RECEIVE_BYTES)
             else:

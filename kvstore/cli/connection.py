@@ -23,11 +23,14 @@ if TYPE_CHECKING:
 EXIT_DONE, EXIT_UNREACHABLE, EXIT_USAGE, EXIT_NOT_FOUND = range(4)
 EXITS = {
     EXIT_DONE: "done",
-    EXIT_UNREACHABLE: "the daemon cannot be reached or refuses, or you said no",
+    EXIT_UNREACHABLE: "the daemon cannot be reached or refuses, you said no, or the answer cannot be written",
     EXIT_USAGE: "wrong usage",
     EXIT_NOT_FOUND: "not found: there is no such key, namespace, session, segment or tenant",
 }
 """The exit statuses of every command of `kvstore-cli`, and of no other program."""
+
+OWN_TENANT = ""
+"""Of the connection: a token's own tenant, else "default". Whom a command is about, its request says."""
 
 EXIT_HELP = f"Exit status: {'; '.join(f'{status} {meaning}' for status, meaning in EXITS.items())}."
 
@@ -85,7 +88,7 @@ def connected(way: Way) -> Iterator["Client"]:
     endpoint = way.endpoint or default_endpoint()
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     logging.getLogger("kvstore_client").setLevel(logging.CRITICAL)  # what went wrong is said once, below
-    options: dict[str, Any] = {"name": ADMINISTRATION_CLIENT, "ca": way.ca}
+    options: dict[str, Any] = {"name": ADMINISTRATION_CLIENT, "tenant": OWN_TENANT, "ca": way.ca}
     if way.ca is not None and not endpoint.startswith("grpcs://"):
         raise click.UsageError(f"--ca is for grpcs://, and the endpoint is {plain(endpoint[:200])}")
     try:
@@ -99,7 +102,7 @@ def connected(way: Way) -> Iterator["Client"]:
         if why:
             said = f"no kvstored is reached at {endpoint}: {why}"
         elif endpoint in str(error):
-            said = f"{str(error).removesuffix('?')}{asking}. {trouble.ELSEWHERE}"
+            said = trouble.with_another(f"{error}{asking}")
         else:
             said = f"the daemon at {endpoint} does not answer: {error}"
         fail(said, EXIT_UNREACHABLE)

@@ -2,10 +2,17 @@
 
 An engine's environment has kvstored for the SDK, and there both programs are on the path
 without what they need. So nothing outside the standard library is imported at the top.
+
+Standard input, output and error may be closed, full, or read by nobody. Closed ones become
+/dev/null before anything else is opened, which would get their numbers: a message would end
+up in a socket. What cannot be written ends the program with a line, not with a traceback.
 """
 
 import importlib.util
+import os
 import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 DAEMON_PACKAGES = (
     "click",
@@ -22,19 +29,50 @@ DAEMON_PACKAGES = (
 
 
 def kvstored() -> None:
-    """The daemon: `kvstored`. Ends the process."""
+    """The daemon: `kvstored`. Ends the process, also where nobody reads why."""
+    _open_closed()
+    from kvstore.logqueue import bounded
+
+    sys.stderr = bounded(sys.stderr.fileno())
     _need("kvstored")
     from kvstore.cli.daemon import main
 
-    main(prog_name="kvstored")
+    _run(main, "kvstored")
 
 
 def kvstore_cli() -> None:
     """Administration of a running daemon: `kvstore-cli`. Ends the process."""
+    _open_closed()
     _need("kvstore-cli")
     from kvstore.cli.admin import main
 
-    main(prog_name="kvstore-cli")
+    _run(main, "kvstore-cli")
+
+
+def _open_closed() -> None:
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free: this one
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+
+
+def _run(main: Callable[..., Any], program: str) -> NoReturn:
+    try:
+        try:
+            main(prog_name=program)
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.filename is not None:  # of something else than a stream that was open already
+            raise
+        # Python flushes it once more at its end, which must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(f"{program}: what was to be shown cannot be written: {error.strerror}")
+    sys.exit(0)
 
 
 def _need(program: str) -> None:

@@ -69,7 +69,7 @@ class Plan:
 @click.option(
     "--tenant",
     metavar="NAME",
-    help='Whose; default: everybody\'s for --bytes and --all, else "default".',
+    help='Whose; default: everybody\'s for --bytes and --all, else that of the token, or "default".',
 )
 @click.option("--yes", is_flag=True, help="Does not ask.")
 @click.pass_obj
@@ -104,7 +104,7 @@ def evict(
     done: dict[str, int] = dict.fromkeys(DONE, 0)
     with connected(Way(endpoint, token_file, ca).under(above)) as client:
         before = client.stats()
-        scope = Scope(before, tenant if size_bytes or everything else tenant or "default")
+        scope = Scope(before, tenant if size_bytes or everything else tenant or _unnamed(before))
         if (size_bytes or everything) and tenant and not _has_tenant(client, before, tenant):
             if as_json:
                 click.echo(json.dumps(done, indent=2))
@@ -216,6 +216,12 @@ def _bytes_plan(scope: Scope, tenant: str, size_bytes: int, *, everything: bool)
     size = min(size_bytes, scope.size_bytes)
     blocks = -(-scope.blocks * size // max(scope.size_bytes, 1))
     return scope.plan([pb.EvictRequest(tenant=tenant, size_bytes=size_bytes)], blocks, size)
+
+
+def _unnamed(stats: Mapping[str, Any]) -> str:
+    """Whom a command is about that names no tenant: a token's own, of which alone the daemon tells then."""
+    shown = {index["tenant"] for index in stats["indexes"]}
+    return shown.pop() if len(shown) == 1 else "default"
 
 
 # -- doing it

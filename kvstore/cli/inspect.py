@@ -52,7 +52,12 @@ SLOTS_SHOWN = 16
 
 @click.command(epilog=EXIT_HELP)
 @common_options
-@click.option("--tenant", default="", metavar="NAME", help='Whose key or namespace; default: "default".')
+@click.option(
+    "--tenant",
+    default="",
+    metavar="NAME",
+    help='Whose key or namespace; default: that of the token, or "default".',
+)
 @click.option("--end", is_flag=True, help="Ends the session. Asks first.")
 @click.option("--yes", is_flag=True, help="Does not ask.")
 @click.argument("kind", type=click.Choice(["key", "namespace", "session", "segment"]))

@@ -13,7 +13,6 @@ from pathlib import Path
 from kvstored.v1.endpoint import CA_VARIABLE
 
 PROBE_S = 3.0
-ELSEWHERE = "Another daemon is named with --endpoint."
 
 EXPIRED, NOT_YET_VALID = 10, 9
 UNTRUSTED = (2, 18, 19, 20, 21)
@@ -39,6 +38,15 @@ def unreachable(endpoint: str, ca: str | None) -> str:
         return ""
     with sock:
         return _of_tls(sock, host, rest, ca) if scheme == "grpcs" else _of_plain(sock, rest)
+
+
+def with_another(said: str) -> str:
+    """What the SDK says of a daemon that does not answer, and once how another is named: here by an option."""
+    from kvstore_client import advice
+
+    if advice.ANOTHER in said:
+        return said.replace(advice.ANOTHER, "name another with --endpoint")
+    return f"{said}{'' if said.endswith('?') else '.'} Another daemon is named with --endpoint."
 
 
 def as_its_user(endpoint: str) -> str:

@@ -31,6 +31,7 @@ def check(store: "Store", published: Mapping[tuple[int, bytes], Published] | Non
         slots(store, segment)
     for pool in store.segments.pools.values():
         counters(store, pool)
+    same("filled pools", set(store.segments.filled()), {p for p in store.segments.pools.values() if p.segments})
     rows(store)
     links(store)
     lists(store)

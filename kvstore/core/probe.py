@@ -54,7 +54,7 @@ class Probe:
 
         Raises ResourceExhausted where a put would: nothing is free and nothing may go.
         """
-        pools = [pool for pool in self.store.segments.pools.values() if self._may_have(pool)]
+        pools = self._pools()
         free = next((pool for pool in pools if pool.free), None)
         if free is not None:
             with self._slot(free) as trial:
@@ -79,13 +79,23 @@ class Probe:
 
         At `high` of a pool's slots in use, eviction begins.
         """
-        pools = [pool for pool in self.store.segments.pools.values() if self._may_have(pool)]
+        pools = self._pools()
         if not pools or any(self.store.room.keeps(pool, high) for pool in pools):
             return ""  # of no pool, a put speaks
         most = max(pools, key=lambda pool: len(pool.segments))
         return refusals.no_stay(most, high, self._tenant(most))
 
     # -- steps
+
+    def _pools(self) -> list[Pool]:
+        """The pools that a session which holds nothing may have a slot of, as far as limits on holds go.
+
+        Those with memory or about to have some, and the smallest of each tenant: of the others,
+        which may be tens of thousands, none could have what that one could not.
+        """
+        segments = self.store.segments
+        pools = dict.fromkeys((*segments.filled(), *segments.making_for.values(), *segments.smallest.values()))
+        return [pool for pool in pools if self._may_have(pool)]
 
     def _tenant(self, pool: Pool) -> Tenant:
         return next(tenant for tenant in self.store.tenants.values() if tenant.id == pool.tenant)

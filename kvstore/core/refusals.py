@@ -66,7 +66,7 @@ def no_slot(pool: Pool, table: SegmentTable, *, pending: bool) -> str:
         f"no slot of {pool.block_bytes} bytes can be freed: {pool.leased} blocks leased, {pool.pinned} pinned, "
         f"{pool.granted} slots granted, {pool.quarantined} quarantined of {pool.slots}"
     )
-    others = [other for other in table.pools.values() if other.tenant == pool.tenant and other is not pool]
+    others = [other for other in table.filled() if other.tenant == pool.tenant and other is not pool]
     for other in sorted(others, key=lambda other: len(other.segments), reverse=True)[:SIZES_NAMED]:
         kept = [segment.held for segment in other.segments.values() if segment.held]
         if kept:

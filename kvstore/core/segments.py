@@ -130,6 +130,9 @@ class SegmentTable:
         self.silent: set[int] = set()
         """Sessions that will never say that they unmapped anything: ended, but their process is alive."""
         self.pools: dict[tuple[int, int], Pool] = {}
+        """All, of which tens of thousands may have no memory: what is done often walks `filled` instead."""
+        self.smallest: dict[int, Pool] = {}
+        """Tenant -> its pool of the smallest blocks."""
         self.owned: dict[int, int] = {}
         """Tenant -> bytes of its live segments."""
         self._owned_bytes = 0
@@ -168,6 +171,18 @@ class SegmentTable:
     def size_for(self, block_bytes: int) -> int:
         """Size of a segment that a block of this size fits in."""
         return max(pages(block_bytes, self.page_bytes), self.segment_bytes)
+
+    def add_pool(self, pool: Pool) -> None:
+        """A new one, without memory."""
+        self.pools[pool.tenant, pool.block_bytes] = pool
+        smallest = self.smallest.setdefault(pool.tenant, pool)
+        if pool.block_bytes < smallest.block_bytes:
+            self.smallest[pool.tenant] = pool
+
+    def filled(self) -> list[Pool]:
+        """The pools that have memory, no more than there are segments; all that another one can say of itself is 0."""
+        pools = dict.fromkeys(segment.pool for segment in self.live.values())
+        return [pool for pool in pools if pool is not None]
 
     @property
     def idle_bytes(self) -> int:

@@ -189,7 +189,7 @@ class Store:
         found = self.segments.pools.get(key)
         if found is None:
             found = Pool(*key, pages(namespace.block_bytes, PAGE_BYTES), PoolOrder(self.table))
-            self.segments.pools[key] = found
+            self.segments.add_pool(found)
         return found
 
     def grant_max(self, pool: Pool) -> int:

@@ -45,6 +45,11 @@ class Grant:
     tenant: str
     admin: bool
 
+    @property
+    def own(self) -> str:
+        """Whom it is of, or about, that names no tenant."""
+        return "default" if self.tenant == ANY_TENANT else self.tenant
+
     def check_tenant(self, tenant: str) -> None:
         """Raises Unauthenticated for a tenant that is not this token's."""
         if self.tenant not in (ANY_TENANT, tenant):

@@ -119,7 +119,8 @@ def caller_of(node: Node, context: Any, tokens: Tokens | None, *, tcp: bool) -> 
             raise InvalidArgument(f"the session is of tenant {own!r}, and kvstored-tenant is {tenant[:80]!r}")
         tenant, client = own, client or binding.session.client
     if grant is not None:
-        grant.check_tenant(tenant or "default")
+        tenant = tenant or grant.own
+        grant.check_tenant(tenant)
     reports = metadata.get("kvstored-reports") == "1"
     return Caller(tenant, client or context.peer(), tcp, reports, grant, binding, context.peer())
 

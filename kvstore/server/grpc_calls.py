@@ -122,6 +122,7 @@ def _check_inspect(node: Node, caller: Caller, request: pb.InspectRequest) -> No
                 caller, next((t.name for t in node.store.tenants.values() if t.id == found.tenant), ANY_TENANT)
             )
     else:
+        _name_own(caller, request)
         _check_scope(caller, request.tenant or "default")
 
 
@@ -130,6 +131,8 @@ def _evict(node: Node, caller: Caller, request: pb.EvictRequest) -> Awaitable[pb
     with node.refusals.told("Evict", caller.who()):
         caller.check_admin()
         caller.check_changes("evict")
+        if not everybody:
+            _name_own(caller, request)
         _check_scope(caller, request.tenant or (ANY_TENANT if everybody else "default"))
     return admin.evict(node, request, caller.who())
 
@@ -147,6 +150,12 @@ def _check_session(node: Node, caller: Caller, number: int) -> None:
     session = node.store.sessions.get(number)
     if session is not None:
         _check_scope(caller, session.tenant.name)
+
+
+def _name_own(caller: Caller, request: pb.InspectRequest | pb.EvictRequest) -> None:
+    """What names no tenant is about the token's own."""
+    if caller.grant is not None and not request.tenant:
+        request.tenant = caller.grant.own
 
 
 def _check_scope(caller: Caller, tenant: str) -> None:

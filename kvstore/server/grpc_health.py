@@ -10,7 +10,7 @@ others' notification with it, and it has no bound.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
 import grpc
@@ -34,7 +34,7 @@ OPEN_TO_ALL = frozenset((f"/{HEALTH}/Check", f"/{HEALTH}/Watch"))
 
 _Status = health_pb2.HealthCheckResponse
 
-Guard = Callable[[str, Any, Awaitable[Any]], Awaitable[Any]]
+Guard = Callable[[str, Any, Coroutine[Any, Any, Any]], Awaitable[Any]]
 """Runs a handler's work and turns its errors into a status."""
 
 Message = Callable[[Any], Awaitable[bytes]]

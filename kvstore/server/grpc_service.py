@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import inspect
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -24,6 +24,7 @@ from kvstore.logs import logger
 from kvstore.server import calls
 from kvstore.server.auth import ANY_TENANT, Access
 from kvstore.server.calls import Node
+from kvstore.server.grpc_answers import Answers
 from kvstore.server.grpc_caller import Caller, Gate, Places, Unsaid, caller_of
 from kvstore.server.grpc_calls import ADMINISTRATION, CALLS, STREAMS, Call, GiveBack
 from kvstore.server.grpc_health import OPEN_TO_ALL, HealthService, ReflectionService
@@ -51,8 +52,9 @@ ANSWER_WAIT_S = 5.0
 """How long a caller may take to take what a bound call granted to it."""
 
 RPCS_MAX = 512
-"""Calls of any kind at once; gRPC itself refuses what comes on top. All bounds on calls that take long are together
-smaller, whatever callers do, so that there is always room for those that are answered at once."""
+"""Calls of any kind at work at once. All bounds on calls that take long are together smaller, whatever callers do, so
+that there is always room for those that are answered at once. gRPC's own bound (`maximum_concurrent_rpcs`) also counts
+calls whose answer nobody takes: one connection shut out everybody else."""
 
 CONNECTION_STREAMS_MAX = 2048
 """HTTP/2 streams of one connection: far above RPCS_MAX, because what exceeds this one waits unseen in the client."""
@@ -63,16 +65,18 @@ CONNECTIONS_MAX = 1024
 HANDSHAKE_S = 5.0
 """A connection that has not said by then that it speaks HTTP/2 (and TLS) is closed."""
 
-CONNECTION_IDLE_S = 300.0
-"""Without a call under way; then a connection is told to go, and its client makes another with its next call. Else
-connections that ask for nothing would keep others away for ever."""
+CONNECTION_IDLE_S = 60.0
+"""Without a call under way, also one that never made any: gRPC tells them not apart, and makes no room for newcomers.
+Then a connection is told to go, and its client makes another with its next call. Else connections that ask for nothing
+would keep others away for ever; now it is so long at most."""
 
 MESSAGE_BYTES_MAX = 4 << 20
 FRAME_BYTES = 4 << 20
 """HTTP/2 frames that are taken; with gRPC's 16 KiB a Get of 2 MiB blocks is a tenth slower."""
 
-ABORT_WAIT_S = 1.0
-"""How long a caller that reads nothing may keep us telling it so."""
+KEEPALIVE_S, KEEPALIVE_WAIT_S = 30.0, 30.0
+"""How often a connection is asked for a sign of life, and how long it may take: one that reads nothing, so that not
+even what no window holds back gets out, is closed."""
 
 PING_INTERVAL_MIN_S = 0.5
 """Clients may send keepalive pings as often as this, also between calls."""
@@ -102,6 +106,7 @@ class GrpcEdge:
             STREAMS: Places(STREAMS_MAX, "Put, Get and Clear calls"),
             ADMINISTRATION: Places(ADMINISTRATION_MAX, "calls of the administration"),
         }
+        self._answers = Answers(RPCS_MAX)
         self._message = Unsaid(UNSAID_MAX, UNSAID_WAIT_S).message
         self._health = HealthService(node, SERVICE, self._guarded, self._message)
         self._reflection = ReflectionService(node, SERVICE, self._guarded)
@@ -115,7 +120,6 @@ class GrpcEdge:
         gates = [] if tokens is None else [Gate(tokens, OPEN_TO_ALL, status, self._refused)]
         self._server = grpc.aio.server(
             interceptors=gates,
-            maximum_concurrent_rpcs=RPCS_MAX,
             options=[
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
@@ -123,6 +127,10 @@ class GrpcEdge:
                 ("grpc.http2.max_frame_size", FRAME_BYTES),
                 ("grpc.http2.min_ping_interval_without_data_ms", int(PING_INTERVAL_MIN_S * 1000)),
                 ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
+                ("grpc.keepalive_timeout_ms", int(KEEPALIVE_WAIT_S * 1000)),
+                ("grpc.http2.ping_timeout_ms", int(KEEPALIVE_WAIT_S * 1000)),
+                ("grpc.http2.max_pings_without_data", 0),  # also while an answer is stuck
                 ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1000)),
                 ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX),
                 ("grpc.max_connection_idle_ms", int(CONNECTION_IDLE_S * 1000)),
@@ -163,7 +171,7 @@ class GrpcEdge:
 
     # -- what every call goes through
 
-    async def _answer(self, name: str, context: Any, work: Awaitable[T], *, counted: bool = True) -> T:
+    async def _answer(self, name: str, context: Any, work: Coroutine[Any, Any, T], *, counted: bool = True) -> T:
         """Turns what `work` raises into a status; by then everything it held is free."""
         task = asyncio.current_task()
         assert task is not None
@@ -171,7 +179,9 @@ class GrpcEdge:
         began = time.perf_counter()
         try:
             try:
-                answer = await work
+                with self._answers.call(name, context.peer()) as way:
+                    answer = await work
+                    way.sent(answer)
             except KVStoreError as e:
                 error = e
             except grpc.aio.InternalError as e:
@@ -188,11 +198,13 @@ class GrpcEdge:
                 return answer
             if counted:
                 self.node.figures.answer("grpc", name, began, failed=True)
+            self._running.discard(task)
             await _abort(context, error)
         finally:
+            work.close()  # where there is no room it never began
             self._running.discard(task)
 
-    async def _guarded(self, name: str, context: Any, work: Awaitable[T]) -> T:
+    async def _guarded(self, name: str, context: Any, work: Coroutine[Any, Any, T]) -> T:
         """`_answer` for the standard services, whose calls are no work of the store's."""
         return await self._answer(name, context, work, counted=False)
 
@@ -255,6 +267,7 @@ class GrpcEdge:
         then it stays, and Abort or Release with `all` ends it.
         """
         gave_back = session.gave_back
+        self._answers.done()
         try:
             async with unstalled(ANSWER_WAIT_S, "the answer was not taken", "a limit of calls that grant something"):
                 await context.write(reply.SerializeToString())
@@ -338,10 +351,9 @@ def status(error: KVStoreError) -> Any:
 
 
 async def _abort(context: Any, error: KVStoreError) -> NoReturn:
-    """Sends the status. Somebody who reads nothing does not get it either, and is left alone after a while."""
+    """Sends the status. Somebody who reads nothing does not get it either; by then the call holds nothing."""
     try:
-        async with asyncio.timeout(ABORT_WAIT_S):
-            await context.abort(status(error), str(error))
-    except (TimeoutError, grpc.aio.InternalError):
+        await context.abort(status(error), str(error))
+    except grpc.aio.InternalError:
         raise asyncio.CancelledError from error
     raise AssertionError("abort always raises")

@@ -32,6 +32,7 @@ from aiohttp.web_protocol import RequestHandler
 from kvstore.logs import logger
 from kvstore.server.addresses import bound, listen
 from kvstore.server.frames import watch
+from kvstore.server.metrics import wants_openmetrics
 from kvstore.server.readiness import Answer
 
 log = logger("kvstored.http")
@@ -278,8 +279,8 @@ class HttpEdge:
                 response = _text(401, "metrics need a token: Authorization: Bearer TOKEN\n")
                 response.headers["WWW-Authenticate"] = "Bearer"
                 return response
-        accept = request.headers.get("Accept", "")
-        openmetrics = "application/openmetrics-text" in accept.lower()
+        accept = ",".join(request.headers.getall("Accept", []))
+        openmetrics = wants_openmetrics(accept)
         if openmetrics not in self._scrapes:
             self._scrapes[openmetrics] = Shared(SCRAPE_GAP_S, lambda: self._render(accept))
         body, content_type = await self._scrapes[openmetrics].get()

@@ -52,10 +52,14 @@ class Metrics:
         self.registry.register(_Families(stats))
 
     def render(self, accept: str) -> tuple[bytes, str]:
-        """The body, and its content type: OpenMetrics where the Accept header names it, whatever else it says."""
-        wanted = (part.partition(";")[0].strip().lower() for part in accept.split(","))
-        openmetrics = "application/openmetrics-text" in wanted
+        """The body, and its content type."""
+        openmetrics = wants_openmetrics(accept)
         return exposition(self.registry.collect(), openmetrics=openmetrics), OPENMETRICS if openmetrics else TEXT
+
+
+def wants_openmetrics(accept: str) -> bool:
+    """Whether an Accept header names OpenMetrics, whatever else it says. Who keeps an answer for others asks this."""
+    return any(part.partition(";")[0].strip().lower() == "application/openmetrics-text" for part in accept.split(","))
 
 
 def exposition(families: Iterable[Metric], *, openmetrics: bool) -> bytes:
@@ -182,7 +186,7 @@ def _host(reply: pb.StatsReply) -> Iterator[Metric]:
     yield _gauge("host_slack_bytes", "Lost between the ends of blocks and the ends of their slots.", host.slack_bytes)
     yield _gauge("host_segments", "Segments that the memory is in.", host.segments)
     yield _gauge("host_locked", "1 where the memory is locked, 0 where it can be swapped out.", host.locked)
-    tenants: Counter[str] = Counter()
+    tenants: Counter[str] = Counter({index.tenant: 0 for index in reply.indexes})  # also one without memory
     for pool in reply.pools:
         tenants[pool.tenant] += (pool.slots - pool.free) * pool.slot_bytes
     yield _gauges(

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 
 from kvstore import logs
@@ -29,7 +30,7 @@ def rss_anon_bytes() -> int:
 def host_stats(store: Store, lock_error: str) -> pb.HostStats:
     """The slab as a whole."""
     segments = store.segments
-    pools = segments.pools.values()
+    pools = segments.filled()
     return pb.HostStats(
         size_bytes=segments.size_bytes,
         segment_bytes=segments.segment_bytes,
@@ -138,7 +139,7 @@ def build(
             open_descriptors=sum(1 for _ in Path("/proc/self/fd").iterdir()),
         ),
         host=host_stats(store, lock_error),
-        pools=[pool_stats(store, pool) for pool in store.segments.pools.values()],
+        pools=[pool_stats(store, pool) for pool in store.segments.filled()],
         sessions=[session_stats(session, now) for session in store.sessions.values()],
         counters=pb.Counters(
             protocol_errors=node.protocol_errors,
@@ -162,6 +163,7 @@ def keep_only(reply: pb.StatsReply, store: Store, tenant: str) -> None:
         kept = [row for row in rows if row.tenant == tenant]
         del rows[:]
         rows.extend(kept)  # type: ignore[arg-type]
-    own = [namespace for namespace in store.namespaces if namespace.tenant.name == tenant]
+    of = store.tenants.get(tenant)
+    newest = [] if of is None else list(islice(reversed(of.namespaces.values()), NAMESPACES_SHOWN))
     del reply.namespaces[:]
-    reply.namespaces.extend(namespace_stats(namespace) for namespace in own[-NAMESPACES_SHOWN:])
+    reply.namespaces.extend(namespace_stats(namespace) for namespace in reversed(newest))

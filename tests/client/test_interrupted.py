@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import select
 import signal
 import threading
 import time
@@ -208,3 +209,104 @@ def interrupt_often(client: Client) -> None:
             session.lock.release()
     eventually(lambda: client.health().reachable, 10, "the client to be back")
     assert ns.put(key, bytes(BLOCK)).rejected == 0
+
+
+# -- handlers that take their time
+
+
+def use_up_the_time() -> None:
+    """As a handler does that writes a profile."""
+    threading.Event().wait(1.2 * TIMEOUT_S)
+
+
+def test_an_answer_that_came_while_a_handler_used_up_the_time_is_an_answer(
+    daemon: RunningDaemon, client: Client
+) -> None:
+    """poll() does not look again after a handler that outlasts it, and the session was taken for dead."""
+    session = client._transport._session  # type: ignore[attr-defined]
+
+    def handler() -> None:
+        daemon.resume()
+        assert select.select([session._stream._descriptor], [], [], 20)[0]
+        use_up_the_time()
+
+    daemon.pause()
+    try:
+        with interrupted(handler):
+            assert session.call(pb.Request(health=pb.HealthRequest())).health.healthy
+    finally:
+        daemon.resume()
+    assert client._transport._session is session  # type: ignore[attr-defined]
+    assert not session.dead
+
+
+def test_room_that_came_while_a_handler_used_up_the_time_is_room(daemon: RunningDaemon, client: Client) -> None:
+    session = client._transport._session  # type: ignore[attr-defined]
+    touch = _frame(pb.Request(touch=pb.TouchRequest()))
+
+    def handler() -> None:
+        daemon.resume()
+        assert select.select([], [session._stream._descriptor], [], 20)[1]
+        use_up_the_time()
+
+    with session.lock:
+        daemon.pause()
+        try:
+            while session._stream._send_some(touch):
+                continue
+            with interrupted(handler):
+                session._stream.send(touch)
+        finally:
+            daemon.resume()
+    assert client.health().reachable
+    assert client._transport._session is session  # type: ignore[attr-defined]
+
+
+def test_a_lock_that_came_free_while_a_handler_used_up_the_time_is_taken() -> None:
+    lock, held, free = threading.RLock(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            free.wait(20)
+
+    def handler() -> None:
+        free.set()
+        other.join()
+        use_up_the_time()
+
+    other = threading.Thread(target=hold)
+    other.start()
+    assert held.wait(20)
+    with interrupted(handler):
+        assert acquired(lock, TIMEOUT_S)
+
+
+# -- calls in the middle of this thread's own
+
+PATIENT_S = 60.0
+AT_ONCE_S = 10.0
+
+
+@pytest.mark.parametrize("lock", ["the session's", "on connecting"])
+def test_in_the_middle_of_a_call_nothing_waits_for_that_call_and_a_well_daemon_is_not_called_away(
+    daemon: RunningDaemon, lock: str
+) -> None:
+    """They waited out the whole time-out for the very call that they interrupted; then `health` said unreachable."""
+    with Client(daemon.endpoint, name="patient", timeout_s=PATIENT_S) as client:
+        ns = client.raw_namespace("middle", BLOCK)
+        keys = [ns.key(b"k")]
+        assert ns.put(keys, bytes(BLOCK)).rejected == 0
+        keeper = client._transport._keeper  # type: ignore[attr-defined]
+        began = time.monotonic()
+        with keeper.session.lock if lock == "the session's" else keeper._connecting:
+            for call in (client.stats, lambda: ns.remove(keys), lambda: ns.pin(keys, 1.0)):
+                with pytest.raises(Unavailable, match="this thread is in the middle of another call"):
+                    call()
+            health = client.health()
+            assert (health.reachable, len(health.problems)) == (True, 1)
+            assert "this thread is in the middle of another call" in health.problems[0]
+            assert ns.get(keys) == [bytes(BLOCK)], "reads need no call"
+        assert time.monotonic() - began < AT_ONCE_S
+        assert client.health().healthy
+        assert ns.remove(keys) == 1

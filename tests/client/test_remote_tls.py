@@ -122,7 +122,7 @@ def test_who_is_not_let_in_hears_so_in_every_call_and_never_has_a_miss(
 
 
 def test_another_authority_is_not_believed_and_the_certificate_is_named(
-    node: RunningDaemon, directory: Path, tmp_path: Path
+    node: RunningDaemon, directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     stranger = Authority(tmp_path, "stranger").certificate
     for ca, named in ((stranger, str(stranger)), (None, "gRPC's own list")):
@@ -130,12 +130,16 @@ def test_another_authority_is_not_believed_and_the_certificate_is_named(
             with pytest.raises(Unavailable, match="its certificate must name this host and be signed by") as raised:
                 client.stats()
             assert named in str(raised.value)
+            assert "which no waiting mends" in str(raised.value)
+            assert "no kvstored answers" not in str(raised.value)
             health = client.health()
             assert not health.reachable
             assert "certificate" in health.problems[0]
             ns = client.raw_namespace("x", BLOCK)
             assert ns.get([ns.key(b"k")]) == []
             assert isinstance(ns.put([ns.key(b"k")], bytes(BLOCK)).error, Unavailable)
+    assert "rejected until that is put right" in caplog.text
+    assert "until it is back" not in caplog.text
 
 
 def test_a_certificate_of_another_host_is_not_believed(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from kvstore.core.block import NONE, State
+from kvstore.core.holds import Namespace
 from kvstore.core.probe import PROBE_TENANT, Probe
 from kvstored.v1.errors import ResourceExhausted
 from tests.core.scene import PAGE, Scene, chain, key_of
@@ -195,6 +196,31 @@ def test_memory_that_this_size_can_still_have_is_room(scene: Scene, probe: Probe
 
 
 # -- the rest
+
+
+def test_memory_that_is_nobodys_is_lent_where_every_size_that_has_memory_may_have_no_more(
+    scene: Scene, probe: Probe
+) -> None:
+    """A size without memory counts too, if it is the smallest of its tenant; another one is about to have some."""
+    segments, tenant, other = scene.store.segments, scene.tenant, scene.store.tenant("other")
+    scene.put([key_of("a")])
+    tenant.held_bytes += segments.size_bytes
+    with pytest.raises(ResourceExhausted, match="release leases"), probe.taken():
+        pass
+    large, small = (Namespace(0, other, b"", size, "") for size in (PAGE * 2, PAGE))
+    scene.store.pool(large)
+    tenant.held_bytes -= segments.size_bytes
+    assert put_and_taken_back(scene, probe)
+    tenant.held_bytes += segments.size_bytes
+    assert segments.unowned
+    with probe.taken() as trial:
+        assert trial.pool.tenant == PROBE_TENANT
+    smaller = scene.store.pool(small)
+    assert segments.smallest[other.id] is smaller
+    scene.store.pool(Namespace(0, other, b"", PAGE * 3, ""))
+    assert segments.smallest[other.id] is smaller
+    tenant.held_bytes -= segments.size_bytes
+    scene.check()
 
 
 def test_before_there_is_memory_it_is_refused() -> None:

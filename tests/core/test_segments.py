@@ -37,7 +37,7 @@ def test_the_slab_is_cut_in_64_or_1024_whole_pages(slab: int, huge: bool, expect
 
 def a_pool(table: SegmentTable, tenant: int = 0, size: int = PAGE_BYTES) -> Pool:
     pool = Pool(tenant, size, size, PoolOrder(BlockTable()))
-    table.pools[tenant, size] = pool
+    table.add_pool(pool)
     return pool
 
 

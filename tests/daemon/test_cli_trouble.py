@@ -1,5 +1,6 @@
 """`kvstore-cli` that does not get in: each cause by its name, and what to do next, once."""
 
+import json
 import os
 import socket
 import ssl
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore_client import Client
 from kvstored.v1.endpoint import default_endpoint
 from tests.certificates import Authority, guarded, secure_endpoint, token
 from tests.conftest import KVSTORED, RunningDaemon
@@ -142,6 +144,51 @@ def test_an_authority_for_what_has_no_certificate_is_wrong_usage() -> None:
     assert "--ca is for grpcs://" in done.stderr
 
 
+# -- a token for one tenant
+
+
+def test_a_token_for_one_tenant_needs_no_tenant_named(secure: RunningDaemon, tmp_path: Path) -> None:
+    """Every command said that the token was not for "default", which nobody had named."""
+    path = tmp_path / "token"
+    path.write_text(token("head"))
+    way = ("--endpoint", secure_endpoint(secure), "--token-file", path, "--ca", authority(secure))
+    with Client(secure.endpoint, tenant="other") as theirs:
+        ns = theirs.raw_namespace("theirs", 4096)
+        keys = [ns.key(b"%d" % i) for i in range(100)]
+        ns.put(keys, bytes(100 * 4096))
+        shown = cli("stats", "--json", *way)
+        assert (shown.returncode, shown.stderr) == (0, "")
+        assert {row["tenant"] for row in json.loads(shown.stdout)["namespaces"]} == {"other"}
+        for command in (
+            ("inspect", "key", keys[0].hex()),
+            ("inspect", "namespace", ns.digest.hex()),
+            ("evict", "--key", keys[99].hex()),  # a hundredth of what is the token's: it does not ask
+            ("evict", "--bytes", "1KiB", "--tenant", "other"),
+        ):
+            done = cli(*command, *way)
+            assert (done.returncode, done.stderr) == (0, ""), command
+        assert ns.match(keys).blocks == 98
+
+
+# -- an answer that cannot be written
+
+
+@pytest.mark.parametrize("form", [("stats",), ("stats", "--json"), ("stats", "--watch"), ("--help",)])
+def test_an_answer_that_cannot_be_written_is_told_in_a_line(plain: RunningDaemon, form: tuple[str, ...]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [KVSTORED.with_name("kvstore-cli"), "--endpoint", plain.endpoint, *form],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=WAIT_S,
+            check=False,
+            env=environment(),
+        )
+    said = "kvstore-cli: what was to be shown cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, said)
+
+
 # -- the socket
 
 
@@ -152,9 +199,12 @@ def test_where_nobody_listens_it_is_said_once(tmp_path: Path) -> None:
         said = refused("--endpoint", f"unix://{path}")
         assert said.count(str(path)) == 1
         assert said.count("kvstored answers") == 1
-        assert "--endpoint" in said
+        assert said.count("--endpoint") == 1
+        assert "KVSTORED_ENDPOINT" not in said, "it is by the option that one of ours is named"
     for endpoint in ("grpc://127.0.0.1:1", f"grpc+unix://{tmp_path}/none"):
-        assert refused("--endpoint", endpoint).count(endpoint) == 1
+        said = refused("--endpoint", endpoint)
+        assert (said.count(endpoint), said.count("--endpoint")) == (1, 1)
+        assert ("is it running, with server.grpc? Another" in said) == endpoint.startswith("grpc://")
 
 
 def test_a_daemon_that_stands_still_is_not_taken_for_something_else(plain: RunningDaemon) -> None:

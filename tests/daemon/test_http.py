@@ -91,6 +91,20 @@ def test_every_page_answers_and_names_what_it_is(node: RunningDaemon) -> None:
     assert (status, headers["Content-Type"].split(";")[0], json.loads(body)["ready"]) == (200, "application/json", True)
 
 
+def test_what_one_accepts_decides_the_form_of_metrics_for_nobody_else() -> None:
+    """Whoever came first decided it for all, by a header that names another form which only begins like it."""
+    with running(host__size="16MiB", server__http="127.0.0.1:0") as fresh:
+        for accept, form in (
+            ("application/openmetrics-text-not", "text/plain"),
+            ("application/openmetrics-text", "application/openmetrics-text"),
+            ("text/html, APPLICATION/openmetrics-text; version=1.0.0", "application/openmetrics-text"),
+            ("application/openmetrics-text-not", "text/plain"),
+            ("", "text/plain"),
+        ):
+            _, headers, _ = ask(fresh, "/metrics", headers={"Accept": accept})
+            assert headers["Content-Type"].split(";")[0] == form, accept
+
+
 @pytest.mark.parametrize("path", ["/", "/healthz", "/metrics", "/readyz"])
 def test_head_is_the_answer_without_its_body(node: RunningDaemon, path: str) -> None:
     status, headers, body = ask(node, path, "HEAD")

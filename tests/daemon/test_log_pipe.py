@@ -389,3 +389,81 @@ def test_threads_that_log_at_once_lose_nothing() -> None:
         assert [line for line in found if line.startswith(f"{n} ")] == [f"{n} {i}" for i in range(500)]
     os.close(reader)
     os.close(writer)
+
+
+# -- before and after the queue
+
+ENDS_WITHIN_S = 30.0
+BEFORE = {
+    "a setting that is wrong": ("--set", "host.size=much"),
+    "an option that there is not": ("--nonsense",),
+    "a directory that cannot be": ("--set", "server.state_dir=/dev/null/state"),
+    "the same, as a line of the log": ("--set", "server.state_dir=/dev/null/state", "--set", "server.log_format=json"),
+}
+
+
+@pytest.mark.parametrize("what", BEFORE)
+def test_a_start_that_fails_ends_though_nobody_reads_why(what: str) -> None:
+    """It hung for as long as the pipe was full: for ever, beside a supervisor that reads nothing more."""
+    reader, writer = os.pipe()
+    try:
+        size = fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        os.write(writer, bytes(size))
+        command = [sys.executable, "-m", "kvstore", *BEFORE[what]]
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=writer, timeout=ENDS_WITHIN_S, check=False)
+        assert done.returncode in (1, 2)
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+def test_what_is_said_outside_the_queue_waits_once_and_comes_again_when_somebody_reads(
+    ends: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = ends
+    monkeypatch.setattr(logqueue, "SAY_S", 0.05)
+    stream = logqueue.bounded(writer)
+    for _ in range(5000):
+        print("x" * 100, file=stream)
+    take(reader)
+    print("read again", file=stream)
+    stream.close()
+    assert take(reader).endswith(b"read again\n")
+
+
+class Silent(RunningDaemon):
+    """Standard descriptors closed, as `kvstored <&- >&- 2>&-` does it."""
+
+    closed: tuple[int, ...] = ()
+
+    def _start(self) -> None:
+        closing = " ".join(f"{number}>&-" for number in self.closed)
+        command = ["sh", "-c", f'exec "$@" {closing}', "sh", *self.command()]
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        try:
+            eventually(self._serves, START_S, "the daemon to serve")
+        except BaseException:
+            self.kill()
+            raise
+
+    def _serves(self) -> bool:
+        with Client(self.endpoint, timeout_s=1.0) as client:
+            return client.health().healthy
+
+
+@pytest.mark.parametrize("closed", [(2,), (0, 1, 2)], ids=str)
+def test_a_daemon_whose_standard_descriptors_are_closed_starts_and_says_nothing_to_anybody(
+    tmp_path: Path, closed: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It did not start; and what is opened first would have got the number that messages go to."""
+    monkeypatch.setattr(Silent, "closed", closed)
+    daemon = Silent(tmp_path, {})
+    try:
+        for number in closed:
+            assert Path(f"/proc/{daemon.process.pid}/fd/{number}").readlink() == Path("/dev/null")
+        say(daemon, 5)
+        assert daemon._serves()
+        daemon.process.send_signal(signal.SIGTERM)
+        assert daemon.process.wait(STOP_S) == 0
+    finally:
+        daemon.kill()

@@ -285,14 +285,26 @@ def test_a_token_is_for_its_tenant(channel: Any) -> None:
     assert opened(stub, bearer("other", *of["other"]))
     for any_tenant in of.values():
         assert opened(stub, bearer("everybody", *any_tenant))
-    for name, tenant in (("engine", "other"), ("other", "default"), ("other", ""), ("engine", "Default")):
-        metadata = bearer(name, *((("kvstored-tenant", tenant),) if tenant else ()))
+    for name, tenant in (("engine", "other"), ("other", "default"), ("engine", "Default")):
+        metadata = bearer(name, ("kvstored-tenant", tenant))
         with refused(Code.UNAUTHENTICATED, "this token is for tenant"):
             opened(stub, metadata)
         with refused(Code.UNAUTHENTICATED):
             stub.Put(iter(put_messages(1, [block("k", 32)], [bytes(BLOCK)])), metadata=metadata, timeout=10)
         with refused(Code.UNAUTHENTICATED):
             list(stub.Get(pb.GetRequest(namespace_id=1), metadata=metadata, timeout=10))
+
+
+def test_who_names_no_tenant_is_of_that_of_its_token_and_asks_about_it(channel: Any, node: RunningDaemon) -> None:
+    stub, digest = KVStoreStub(channel), block("unnamed", 32)
+    opening = pb.OpenNamespaceRequest(digest=digest, block_bytes=BLOCK, label="unnamed")
+    stub.OpenNamespace(opening, metadata=bearer("other"), timeout=10)
+    look = pb.InspectRequest(namespace=digest)
+    assert stub.Inspect(look, metadata=bearer("head"), timeout=10).namespace.stats.tenant == "other"
+    assert not stub.Inspect(look, metadata=bearer("operator"), timeout=10).HasField("namespace")
+    assert stub.Evict(pb.EvictRequest(namespace=digest), metadata=bearer("head"), timeout=10).blocks == 0
+    with refused(Code.UNAUTHENTICATED, "this token is for tenant 'other', and not for all of them: name it"):
+        stub.Evict(pb.EvictRequest(all=True), metadata=bearer("head"), timeout=10)
 
 
 def test_administration_needs_an_administrators_token(channel: Any) -> None:

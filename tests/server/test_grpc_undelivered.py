@@ -151,6 +151,22 @@ def test_what_a_call_granted_whose_caller_is_gone_before_the_answer_is_given_bac
     with_session(scenario)
 
 
+@pytest.mark.parametrize("name", GRANTED)
+def test_what_waits_to_be_taken_has_no_place_among_the_calls_at_work(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpc_service, "RPCS_MAX", 1)
+
+    async def scenario(scene: Scene, session: Session, _: int, start: Start) -> None:
+        call = await start(name)
+        assert scene.edge._running
+        assert (await scene.stub.Health(pb.HealthRequest(), timeout=WAIT_S)).healthy
+        call.cancel()
+        await scene.until(lambda: not session.granted and not session.leases)
+
+    with_session(scenario)
+
+
 def test_an_answer_that_is_not_taken_by_the_deadline_is_given_back() -> None:
     async def scenario(scene: Scene, session: Session, _: int, start: Start) -> None:
         await start("Reserve", "2S")
@@ -162,7 +178,6 @@ def test_an_answer_that_is_not_taken_by_the_deadline_is_given_back() -> None:
 @pytest.mark.parametrize("name", GRANTED)
 def test_an_answer_that_nobody_takes_for_a_while_is_given_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_service, "ANSWER_WAIT_S", 0.1)
-    monkeypatch.setattr(grpc_service, "ABORT_WAIT_S", 0.1)
 
     async def scenario(scene: Scene, session: Session, _: int, start: Start) -> None:
         await start(name)
