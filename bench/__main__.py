@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench import crowd, local, memory, remote, report
+from bench import crowd, local, memory, remote, report, ssd, ssd_daemon
 from bench.measure import Row, machine
 from bench.node import Node
 from kvstore_client import Client
@@ -16,7 +16,7 @@ from kvstore_client import Client
 TABLE_WIDTH = 200
 """Where the output is no terminal."""
 
-PARTS = ("memory", "local", "crowd", "grpc")
+PARTS = ("memory", "local", "crowd", "grpc", "ssd")
 
 
 def main() -> int:
@@ -71,6 +71,11 @@ def _rows(console: Console, parts: tuple[str, ...], quick: bool) -> list[Row]:
         console.print("gRPC ...")
         with Node(grpc=True, host__size="1GiB") as node:
             rows += remote.rows(node.grpc_endpoint, quick)
+    if "ssd" in parts:
+        console.print("the SSD's bytes ...")
+        rows += ssd.rows(quick)
+        console.print("a daemon with an SSD ...")
+        rows += ssd_daemon.rows(quick)
     return rows
 
 

@@ -35,10 +35,10 @@ class Node:
     def __enter__(self) -> Self:
         until = time.monotonic() + START_S
         pause = threading.Event()
-        while "ready: serving" not in self._log.read_text():
+        while "ready: serving" not in self.said():
             if self.process.poll() is not None or time.monotonic() > until:
                 self.close()
-                raise SystemExit(f"kvstored did not start:\n{self._log.read_text()}")
+                raise SystemExit(f"kvstored did not start:\n{self.said()}")
             pause.wait(0.05)
         return self
 
@@ -47,6 +47,10 @@ class Node:
     ) -> None:
         self.close()
         self._directory.cleanup()
+
+    def said(self) -> str:
+        """Its log so far."""
+        return self._log.read_text()
 
     def close(self) -> None:
         """SIGTERM, then SIGKILL after ten seconds."""

@@ -14,20 +14,21 @@ import secrets
 import signal
 import socket
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from kvstore import logs, machine
+from kvstore import logs, machine, moving, two_stores
 from kvstore.config import Effective, Settings
 from kvstore.config.values import host_and_port
 from kvstore.core.probe import PROBE_TENANT
 from kvstore.core.segments import DropSegment, MakeSegment, segment_bytes_for
-from kvstore.core.store import Store
 from kvstore.errors import ConfigError, StartupError
 from kvstore.instance import InstanceLocks, group_number
 from kvstore.logs import logger
 from kvstore.loops import Loop
+from kvstore.moving import Mover
 from kvstore.sdnotify import Notifier
 from kvstore.server import addresses, stats
 from kvstore.server.auth import Access
@@ -36,6 +37,8 @@ from kvstore.server.listener import SessionServer
 from kvstore.server.readiness import Readiness, Troubles
 from kvstore.tiers.index import Indexes
 from kvstore.tiers.slab import Slab, SlabSegment
+from kvstore.upkeep import Upkeep
+from kvstore.warm import USES_S, Warm, place_for
 from kvstored.v1 import kvstore_pb2 as pb
 
 if TYPE_CHECKING:
@@ -59,6 +62,9 @@ WATCHDOG_SHARE = 3
 """The watchdog is told so many times in its interval: two in a row may come late."""
 
 EXIT_FAILED = 1
+SAVE_S = 20.0
+"""For what only memory holds to reach the SSD when the daemon stops."""
+
 GRPC_GRACE_S = 1.0
 """For calls under way when the daemon stops."""
 
@@ -110,7 +116,7 @@ async def _serve(settings: Settings) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping)
     try:
-        async with notifier.starting():
+        async with notifier.asking_for_time("start"):
             await daemon.start()
         if not daemon.stopping:
             notifier.ready(f"serving on unix://{settings.server.socket}")
@@ -119,7 +125,8 @@ async def _serve(settings: Settings) -> int:
         log.info("stopped before it was ready")
     finally:
         notifier.stopping()
-        await daemon.stop()
+        async with notifier.asking_for_time("stop"):
+            await daemon.stop()
         logs.tell_suppressed(at_once=True)
         notifier.close()
     log.info("stopped")
@@ -143,12 +150,13 @@ class Daemon:
         self._huge_pages = self._choose_pages()
         self._started = time.monotonic()
         epoch = secrets.randbits(63) | 1
-        self.slab = Slab(huge_pages=self._huge_pages)
-        self.indexes = Indexes(epoch, settings.host.size_bytes // EXPECTED_BLOCK_BYTES)
+        place = place_for(settings, notifier, huge_pages=self._huge_pages)
+        self.warm = None if place is None else Warm(place, settings.host.size_bytes, huge_pages=self._huge_pages)
+        self.slab = Slab(huge_pages=self._huge_pages, place=place)
+        stored_bytes = settings.host.size_bytes + (settings.ssd.size_bytes if settings.ssd.path is not None else 0)
+        self.indexes = Indexes(epoch, stored_bytes // EXPECTED_BLOCK_BYTES)
         self.indexes.make(PROBE_TENANT, 1)
-        self.store = Store(
-            settings.host.size_bytes, self.indexes, policy=settings.evict.policy, huge_pages=self._huge_pages
-        )
+        self.store, self.movement = two_stores.build(settings, self.indexes, huge_pages=self._huge_pages)
         self.node = Node(
             store=self.store,
             slab=self.slab,
@@ -160,13 +168,24 @@ class Daemon:
             memory_changed=self._memory_future,
             started=self._started,
             lease_ttl_s=settings.lease.ttl_s,
+            moving=self.movement,
         )
+        self.mover = self._make_mover()
+        self.upkeep = None
+        if self.mover is not None:
+            ssd = settings.ssd
+            self.upkeep = self.node.ssd = Upkeep(self.mover, size_bytes=ssd.size_bytes, layout=ssd.layout)
         self.loops = [
             Loop("evict", 0.1, self._evict),
             Loop("expire", 0.2, self._expire),
             Loop("index", 0.25, self._index),
             Loop("heartbeat", HEARTBEAT_S, self._heartbeat),
         ]
+        if self.mover is not None:
+            self.loops.append(Loop("ssd", moving.TICK_S, self.mover.tick))
+        if self.warm is not None:
+            self.node.witness = self.warm.witness
+            self.loops.append(Loop("ledger", USES_S, self.warm.step))
         if notifier.watchdog_s:
             self.loops.append(Loop("watchdog", notifier.watchdog_s / WATCHDOG_SHARE, notifier.alive))
         self.readiness = Readiness(self.node, self.late_s, settings.evict.high)
@@ -183,10 +202,19 @@ class Daemon:
     async def start(self) -> None:
         """Makes the memory, sees that a put and a get work, and begins to serve. Raises StartupError."""
         self.notifier.progress("making memory")
+        size_bytes = self.settings.host.size_bytes
+        segments = size_bytes // segment_bytes_for(size_bytes, self._huge_pages)
+        machine.check_descriptors(segments if self.warm is None else 2 * segments)
+        if self.warm is not None:
+            await self.warm.open()
         self._check_machine()
         self.sessions = SessionServer(self.node, self.settings.server.socket, self.stats)
         self._take_addresses(self.sessions)
         await self._make_slab()
+        if self.warm is not None:
+            self.warm.watch(self.sessions, self.slab, self.movement)
+        if self.mover is not None:
+            self.mover.start()
         self._beat = time.monotonic()
         for loop in self.loops:
             loop.start()
@@ -272,12 +300,52 @@ class Daemon:
             await self.grpc.stop(GRPC_GRACE_S)
         if self.sessions is not None:
             self.sessions.close()
+        if self.upkeep is not None:
+            await self.upkeep.close()
+            await self._save(self.upkeep)
         for loop in self.loops:
             await loop.stop()
+        if self.mover is not None:
+            await self.mover.close()
         await asyncio.gather(*self._jobs, return_exceptions=True)
         self._workers.shutdown()
+        if self.warm is not None:
+            await self.warm.close()
         self.indexes.close()
         self.slab.close()
+
+    def _make_mover(self) -> Mover | None:
+        path = self.settings.ssd.path
+        if self.movement is None or path is None:
+            return None
+        return Mover(
+            path,
+            self.movement,
+            self.slab,
+            layout=self.settings.ssd.layout,
+            size_bytes=self.settings.ssd.size_bytes,
+            free_floor_bytes=self.settings.ssd.free_floor_bytes,
+            low=self.settings.evict.low,
+            memory_came=self._ssd_moved,
+        )
+
+    def _ssd_moved(self) -> None:
+        """Blocks came to memory, or slots in it are free again."""
+        self.run_jobs()
+        self._memory_came()
+
+    async def _save(self, upkeep: Upkeep) -> None:
+        """Writes out what only memory holds, as far as it gets in SAVE_S."""
+        began = time.monotonic()
+
+        def progress(left: int) -> None:
+            self.notifier.progress(f"writing to the SSD: {left} blocks left")
+
+        lost, took_s = await upkeep.save(SAVE_S, progress), time.monotonic() - began
+        if lost:
+            why = self.movement.trouble if self.movement is not None else ""
+            log.warning("blocks were not saved to the SSD", blocks_lost=lost, reason=why or "no time or room for them")
+        log.info("memory saved to the SSD", blocks_lost=lost, seconds=round(took_s, 2))
 
     def stats(self) -> pb.StatsReply:
         """What the daemon says of itself."""
@@ -320,12 +388,10 @@ class Daemon:
     def _check_machine(self) -> None:
         size_bytes = self.settings.host.size_bytes
         if not self._huge_pages:
-            machine.check_memory(size_bytes)
-        machine.check_descriptors(size_bytes // segment_bytes_for(size_bytes, self._huge_pages))
+            machine.check_memory(size_bytes - (self.warm.found_bytes if self.warm is not None else 0))
 
     async def _make_slab(self) -> None:
         size_bytes = self.settings.host.size_bytes
-        sizes = {job.segment: job.size_bytes for job in self.store.take_jobs() if isinstance(job, MakeSegment)}
         begun = said = time.monotonic()
 
         def progress(done: int, total: int) -> None:
@@ -338,20 +404,29 @@ class Daemon:
             self.notifier.progress(f"prefaulting memory: {done >> 20} of {total >> 20} MiB")
 
         try:
-            await asyncio.get_running_loop().run_in_executor(None, self.slab.make_all, sizes, progress)
+            if self.warm is not None:
+                await self.warm.adopt(self.store, self.slab, self.indexes, progress)
+            else:
+                await self._make_anew(progress)
         except OSError as e:
             raise StartupError(
                 f"host.size: {size_bytes} bytes of shared memory could not be made ({e}); choose a smaller host.size"
             ) from e
-        for segment in sizes:
-            self.store.segments.made(segment)
         if self.slab.lock_error:
             log.warning("the slab is not locked in memory and may be swapped out", reason=self.slab.lock_error)
         log.info("slab ready", size_mib=size_bytes >> 20, seconds=round(time.monotonic() - begun, 2))
 
+    async def _make_anew(self, progress: Callable[[int, int], None]) -> None:
+        sizes = {job.segment: job.size_bytes for job in self.store.take_jobs() if isinstance(job, MakeSegment)}
+        await asyncio.get_running_loop().run_in_executor(None, self.slab.make_all, sizes, progress)
+        for segment in sizes:
+            self.store.segments.made(segment)
+
     def _work_ready(self) -> None:
         """After a call that may have left jobs, or found a pool short of free slots."""
         self.run_jobs()
+        if self.mover is not None:
+            self.mover.pump()
         self.loops[0].wake()
 
     def run_jobs(self) -> None:

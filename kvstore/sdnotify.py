@@ -3,17 +3,20 @@
 Everything goes to the datagram socket that $NOTIFY_SOCKET names; without one nothing is
 sent. A message that cannot be sent is logged once and stops nothing.
 
-A start may take longer than the unit's TimeoutStartSec: while it makes progress, the event
-loop itself asks for more time again and again, so that one slow step in a thread does not
-end it. A step without progress for STEP_S_MAX is left to systemd to end.
+A start may take longer than the unit's TimeoutStartSec, and a stop that writes memory to the
+SSD longer than TimeoutStopSec: while it makes progress, the event loop itself asks for more
+time again and again, so that one slow step in a thread does not end it. A step without progress
+for STEP_S_MAX is left to systemd to end.
 """
 
 import asyncio
 import contextlib
 import os
 import socket
+import struct
 import time
-from collections.abc import AsyncIterator, Mapping
+from array import array
+from collections.abc import AsyncIterator, Mapping, MutableMapping
 
 from kvstore.logs import logger
 
@@ -24,6 +27,10 @@ EXTEND_S = 15.0
 """Asked for each time: outlives a few ticks that come late."""
 
 STEP_S_MAX = 600.0
+KEEP_S = 5
+_TIMEVAL = struct.Struct("ll")
+FIRST_PASSED = 3
+"""SD_LISTEN_FDS_START: the first descriptor that systemd hands over."""
 
 
 class Notifier:
@@ -31,12 +38,17 @@ class Notifier:
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._address = environ.get("NOTIFY_SOCKET", "")
+        self._where = "\0" + self._address[1:] if self._address.startswith("@") else self._address
         self._socket: socket.socket | None = None
+        self._keeper: socket.socket | None = None
+        """One that waits where systemd is slow: a start sends thousands of descriptors, and none may be lost."""
         self._failed = False
         self._status = ""
         self._progressed = time.monotonic()
         if self._address:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+            self._keeper = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+            self._keeper.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(KEEP_S, 0))
         self.watchdog_s = _watchdog_s(environ)
         """Within this many seconds systemd wants to hear `alive`; 0 where it does not ask."""
 
@@ -44,18 +56,46 @@ class Notifier:
         """Sends one message, such as `READY=1`."""
         if self._socket is None:
             return
-        address = "\0" + self._address[1:] if self._address.startswith("@") else self._address
         try:
-            self._socket.sendto("\n".join(assignments).encode(), address)
+            self._socket.sendto("\n".join(assignments).encode(), self._where)
         except OSError as e:
             if not self._failed:
                 log.error("systemd cannot be told", socket=self._address, reason=e.strerror)  # noqa: TRY400
             self._failed = True
 
     def progress(self, status: str) -> None:
-        """The start got on; safe in any thread. `status` is what `systemctl status` shows from the next tick on."""
+        """The start, or the stop, got on; safe in any thread. `status` is what `systemctl status` shows by then."""
         self._status = status
         self._progressed = time.monotonic()
+
+    def keep(self, name: str, descriptor: int) -> None:
+        """Has systemd keep a descriptor by that name (FDSTORE=1), until the unit stops; in any thread.
+
+        Nobody says whether it did: more than FileDescriptorStoreMax= are closed at once. Raises
+        OSError where it could not even be told within KEEP_S.
+        """
+        if self._keeper is None:
+            return
+        message = f"FDSTORE=1\nFDNAME={name}".encode()
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [descriptor]))]
+        self._keeper.sendmsg([message], rights, 0, self._where)
+
+    def keep_no_more(self, name: str) -> bool:
+        """Undoes `keep`; never waits. False where it has to be said again."""
+        if self._keeper is None:
+            return True
+        try:
+            message = f"FDSTOREREMOVE=1\nFDNAME={name}".encode()
+            self._keeper.sendmsg([message], [], socket.MSG_DONTWAIT, self._where)
+        except OSError as e:
+            log.debug("systemd cannot be told to let go of memory", name=name, reason=e.strerror)
+            return False
+        return True
+
+    @property
+    def keeps(self) -> bool:
+        """Whether there is anybody to keep descriptors."""
+        return self._keeper is not None
 
     def ready(self, status: str) -> None:
         """A put and a get have worked, and clients can connect."""
@@ -64,6 +104,7 @@ class Notifier:
     def stopping(self) -> None:
         """The daemon ends, by itself or as it was told."""
         self.tell("STOPPING=1", "STATUS=stopping")
+        self.progress("stopping")
 
     def alive(self) -> bool:
         """The step of the watchdog's loop: the event loop turns."""
@@ -71,9 +112,9 @@ class Notifier:
         return False
 
     @contextlib.asynccontextmanager
-    async def starting(self) -> AsyncIterator[None]:
+    async def asking_for_time(self, what: str) -> AsyncIterator[None]:
         """Asks for more time while the body runs."""
-        ticker = asyncio.get_running_loop().create_task(self._extend()) if self._socket is not None else None
+        ticker = asyncio.get_running_loop().create_task(self._extend(what)) if self._socket is not None else None
         try:
             yield
         finally:
@@ -85,12 +126,15 @@ class Notifier:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+        if self._keeper is not None:
+            self._keeper.close()
+            self._keeper = None
 
-    async def _extend(self) -> None:
+    async def _extend(self, what: str) -> None:
         while time.monotonic() - self._progressed < STEP_S_MAX:
             self.tell(f"EXTEND_TIMEOUT_USEC={int(EXTEND_S * 1e6)}", f"STATUS={_line(self._status)}")
             await asyncio.sleep(EXTEND_EVERY_S)
-        log.error("the start makes no progress", status=self._status, for_s=STEP_S_MAX)
+        log.error(f"the {what} makes no progress", status=self._status, for_s=STEP_S_MAX)
 
 
 def _watchdog_s(environ: Mapping[str, str]) -> float:
@@ -103,3 +147,23 @@ def _watchdog_s(environ: Mapping[str, str]) -> float:
 
 def _line(status: str) -> str:
     return status.replace("\n", " ")
+
+
+def passed_descriptors(prefix: str, environ: MutableMapping[str, str] = os.environ) -> dict[str, int]:
+    """sd_listen_fds_with_names(3): what systemd kept of a process before this one, by name without `prefix`.
+
+    Others that were passed (sockets of a socket unit) stay as they are. No child gets any of them.
+    """
+    count, names = environ.pop("LISTEN_FDS", ""), environ.pop("LISTEN_FDNAMES", "")
+    pid = environ.pop("LISTEN_PID", "")
+    if not count.isdecimal() or pid != str(os.getpid()):
+        return {}
+    found: dict[str, int] = {}
+    for descriptor, name in enumerate(names.split(":")[: int(count)], FIRST_PASSED):
+        os.set_inheritable(descriptor, False)
+        if name.startswith(prefix):
+            twice = found.pop(name.removeprefix(prefix), -1)  # whoever reads it sees whether it is the right one
+            if twice >= 0:
+                os.close(twice)
+            found[name.removeprefix(prefix)] = descriptor
+    return found

@@ -22,7 +22,8 @@ from kvstore_client.errors import (
 from kvstore_client.layout import Layout
 from kvstore_client.lease import Lease, Slots
 from kvstore_client.namespace import Namespace
-from kvstore_client.results import Health, Hint, Match, PutResult, Ticket
+from kvstore_client.results import Health, Hint, Match, PutResult
+from kvstore_client.tickets import Ticket
 
 __all__ = [
     "Client",

@@ -6,13 +6,15 @@
         copied = await ns.get_into(keys, out)
         async with ns.acquire(keys) as lease: ...        # or: lease = await ns.acquire(keys)
 
-Calls run in threads of the client's own, at most THREADS_MAX at once; what only computes
-(`keys`, `key`) is as it was. A call ends in bounded time, so a cancelled one waits for its
+Calls run in threads of the client's own, at most THREADS_MAX at once, and besides at most
+PATIENT_MAX that may wait for a disk: those never keep a read from memory waiting. What only
+computes (`keys`, `key`) is as it was. A call ends in bounded time, so a cancelled one waits for its
 thread before CancelledError goes on: nothing is written to a caller's buffer later. What
 a cancelled `acquire` or `reserve` had got by then is given back.
 """
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +24,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 from numpy.typing import DTypeLike, NDArray
 
 from kvstore_client import client as sync
-from kvstore_client import lease, namespace, results
+from kvstore_client import lease, namespace, tickets
 from kvstore_client.layout import Layout
 from kvstore_client.results import Health, Hint, Match, PutResult
 from kvstored.v1.errors import FailedPrecondition
@@ -31,6 +33,12 @@ __all__ = ["Client", "Lease", "Namespace", "Slots", "Ticket"]
 
 THREADS_MAX = 8
 """Calls of one client under way at once; one more waits for its turn."""
+
+PATIENT_MAX = 32
+"""The same of calls that may wait for a disk: reads of what is not in memory, durable puts."""
+
+ASK_FIRST_S, ASK_MAX_S = 0.001, 0.02
+"""Between two questions how far a prefetch is."""
 
 T = TypeVar("T")
 
@@ -41,19 +49,42 @@ class _Threads:
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._executor = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="kvstore-aio")
+        self._patient = ThreadPoolExecutor(PATIENT_MAX, thread_name_prefix="kvstore-aio-disk")
         self._running: set[asyncio.Future[Any]] = set()
         self.closed = False
 
-    async def run(self, call: Callable[[], T], undo: Callable[[T], None] | None = None) -> T:
-        """What `call` answers. Cancelled, it waits for the thread first, and undoes what nobody will get."""
+    async def run(self, call: Callable[[], T], undo: Callable[[T], None] | None = None, *, patient: bool = False) -> T:
+        """What `call` answers. Cancelled, it waits for the thread first, and undoes what nobody will get.
+
+        `patient`: it may wait for a disk.
+        """
         if self._pid != os.getpid():
             raise FailedPrecondition("this client was made before a fork; make a new Client in the child")
         if self.closed:
             raise FailedPrecondition("the client is closed")
-        return await self._submit(call, undo)
+        return await self._submit(call, undo, self._patient if patient else self._executor)
 
-    async def _submit(self, call: Callable[[], T], undo: Callable[[T], None] | None = None) -> T:
-        job = self._executor.submit(call)
+    async def read(
+        self,
+        may_wait: Callable[[], bool],
+        call: Callable[[], T],
+        undo: Callable[[T], None] | None = None,
+    ) -> T:
+        """What `call` reads: at once where all of it is in memory, else where only those wait that wait for a disk."""
+
+        def in_memory() -> list[T]:
+            return [] if may_wait() else [call()]
+
+        def undo_read(read: list[T]) -> None:
+            if undo is not None and read:
+                undo(read[0])
+
+        for read in await self.run(in_memory, undo_read):
+            return read
+        return await self.run(call, undo, patient=True)
+
+    async def _submit(self, call: Callable[[], T], undo: Callable[[T], None] | None, executor: ThreadPoolExecutor) -> T:
+        job = executor.submit(call)
         done = asyncio.wrap_future(job)
         self._running.add(done)
         try:
@@ -78,9 +109,10 @@ class _Threads:
             cancelled |= await _finished(done)
         try:
             if last is not None:
-                await self._submit(last)
+                await self._submit(last, None, self._executor)
         finally:
             self._executor.shutdown()  # every thread is idle
+            self._patient.shutdown()
         if cancelled:
             raise asyncio.CancelledError
 
@@ -218,29 +250,44 @@ class Namespace:
 
     async def get_into(self, keys: Sequence[bytes], out: Any, start: int = 0) -> int:
         """Copies leading blocks of keys[start:] into `out`; answers how many. `out` is not written to afterwards."""
-        return await self._threads.run(lambda: self._ns.get_into(keys, out, start))
+        return await self._threads.read(
+            lambda: self._ns.may_wait(keys, start), lambda: self._ns.get_into(keys, out, start)
+        )
 
     async def get(self, keys: Sequence[bytes]) -> list[bytes]:
         """The leading blocks as bytes."""
-        return await self._threads.run(lambda: self._ns.get(keys))
+        return await self._threads.read(lambda: self._ns.may_wait(keys), lambda: self._ns.get(keys))
+
+    async def may_wait(self, keys: Sequence[bytes], start: int = 0) -> bool:
+        """Whether reading keys[start:] may have to wait for a disk. A hint."""
+        return await self._threads.run(lambda: self._ns.may_wait(keys, start))
 
     def acquire(self, keys: Sequence[bytes], timeout_s: float = 1.0) -> "Pending[Lease]":
         """Holds the leading run in memory for reading in place: `await` it, or use it with `async with`."""
 
         async def get() -> Lease:
-            return Lease(await self._threads.run(lambda: self._ns.acquire(keys, timeout_s), lease.Lease.release))
+            return Lease(
+                await self._threads.read(
+                    lambda: self._ns.may_wait(keys),
+                    lambda: self._ns.acquire(keys, timeout_s),
+                    lease.Lease.release,
+                )
+            )
 
         return Pending(get)
 
-    async def prefetch(self, keys: Sequence[bytes], deadline_s: float = 2.0) -> "Ticket":
-        """Brings leading blocks into memory."""
-        return Ticket(self._threads, await self._threads.run(lambda: self._ns.prefetch(keys, deadline_s)))
+    async def prefetch(self, keys: Sequence[bytes], deadline_s: float = 2.0, *, priority: int = 0) -> "Ticket":
+        """Begins to bring the leading run into memory ahead of use; never waits for it."""
+        begun = await self._threads.run(lambda: self._ns.prefetch(keys, deadline_s, priority=priority))
+        return Ticket(self._threads, begun)
 
     async def put(
         self, keys: Sequence[bytes], blocks: Any, start: int = 0, *, durable: bool = False, hint: Hint | None = None
     ) -> PutResult:
         """Stores keys[start:]. A cancelled put may have stored all, some or none of them."""
-        return await self._threads.run(lambda: self._ns.put(keys, blocks, start, durable=durable, hint=hint))
+        return await self._threads.run(
+            lambda: self._ns.put(keys, blocks, start, durable=durable, hint=hint), patient=durable
+        )
 
     def reserve(self, n: int) -> "Pending[Slots]":
         """`n` slots to fill in place: `await` it, or use it with `async with`, which aborts what is not committed."""
@@ -324,7 +371,9 @@ class Slots:
         self, keys: Sequence[bytes], start: int = 0, *, hint: Hint | None = None, durable: bool = False
     ) -> PutResult:
         """Makes slot i visible as keys[start + i]; slots without a key are given back."""
-        return await self._threads.run(lambda: self._reserved.commit(keys, start, hint=hint, durable=durable))
+        return await self._threads.run(
+            lambda: self._reserved.commit(keys, start, hint=hint, durable=durable), patient=durable
+        )
 
     async def abort(self) -> None:
         """Gives back what was not committed, as soon as nothing made from the views is alive."""
@@ -342,26 +391,65 @@ class Slots:
 
 
 class Ticket:
-    """As kvstore_client.Ticket."""
+    """As kvstore_client.Ticket, but that `state` answers at once, and has the daemon asked for the next time."""
 
-    def __init__(self, threads: _Threads, ticket: results.Ticket) -> None:
+    def __init__(self, threads: _Threads, ticket: tickets.Ticket) -> None:
         self._threads = threads
         self._ticket = ticket
+        self._asking: asyncio.Future[None] | None = None
 
     @property
     def state(self) -> str:
-        """ "running", "done", "failed" or "cancelled"; the last three are final."""
-        return self._ticket.state
+        """ "running", "done", "failed" or "cancelled", as it was last heard of; the last three are final."""
+        state = self.known_state
+        if state == "running" and (self._asking is None or self._asking.done()):
+            self._asking = asyncio.ensure_future(self._ask())
+        return state
+
+    async def _ask(self) -> None:
+        with contextlib.suppress(FailedPrecondition):  # the client is closed: it ends by its deadline
+            await self.refresh()
+
+    @property
+    def known_state(self) -> str:
+        """The state as it was last heard of, without a question."""
+        return self._ticket.known_state
+
+    async def refresh(self) -> str:
+        """Asks the daemon once; answers the state."""
+        return await self._threads.run(self._ticket.refresh)
 
     @property
     def blocks(self) -> int:
         """Leading blocks in memory, as far as is known."""
         return self._ticket.blocks
 
+    @property
+    def loaded(self) -> int:
+        """Blocks that were brought for it, as far as is known."""
+        return self._ticket.loaded
+
+    @property
+    def waiting(self) -> int:
+        """Blocks still on their way, as far as is known."""
+        return self._ticket.waiting
+
+    @property
+    def why(self) -> str:
+        """Why not all of the run that was there came; "" where it did."""
+        return self._ticket.why
+
     async def wait(self) -> int:
-        """Leading blocks that are in memory now."""
-        return await self._threads.run(self._ticket.wait)
+        """Waits for its end, never longer than its deadline; answers how many leading blocks are in memory then.
+
+        No thread waits with it: other calls go on.
+        """
+        pause_s = ASK_FIRST_S
+        while await self.refresh() == "running":
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, ASK_MAX_S)
+        return self._ticket.blocks
 
     async def cancel(self) -> None:
-        """Ends a running prefetch; one that is final stays as it is."""
+        """Ends a running prefetch; one that is final stays as it is. What has come stays in memory."""
         await self._threads.run(self._ticket.cancel)

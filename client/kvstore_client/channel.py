@@ -33,7 +33,7 @@ log = logging.getLogger("kvstore_client")
 SERVICE = "/kvstored.v1.KVStore/"
 SMALL_CALLS = (
     *("OpenNamespace", "Match", "Touch", "Remove", "Pin", "Unpin", "Clear", "Stats", "Health"),
-    *("Inspect", "Evict", "EndSession"),
+    *("Prefetch", "Ticket", "Inspect", "Evict", "EndSession", "Flush", "Verify"),
 )
 
 MESSAGE_BYTES_MAX = 4 << 20

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from kvstore_client.chain import checked_count, checked_keys
+from kvstore_client.reads import HOST
 from kvstore_client.results import Hint, PutResult
 from kvstored.v1.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 
@@ -31,8 +32,9 @@ class Hold:
 class Lease:
     """Leading blocks, held in memory and readable in place until released."""
 
-    def __init__(self, make_views: Callable[[], list[memoryview]], count: int) -> None:
-        """`make_views()` makes one view a block; each keeps the hold alive."""
+    def __init__(self, make_views: Callable[[], list[memoryview]], count: int, tier: int = HOST) -> None:
+        """`make_views()` makes one view a block; each keeps the hold alive. `tier`: the slowest they came from."""
+        self.tier = tier
         self._make_views: Callable[[], list[memoryview]] | None = make_views
         self._views: list[memoryview] | None = None
         self._count = count

@@ -1,8 +1,7 @@
 """The way to the daemon of this machine: reads straight from shared memory, writes with one copy and one message.
 
-    read    index -> copy -> check (rule 1); no call
+    read    local_reads.py
     put     index -> slots granted ahead (or Reserve) -> copy -> Commit
-    acquire Acquire -> views; Release when the last user of them is gone
 
 Sessions come and go (keeper.py); each call captures one and uses only that.
 """
@@ -14,11 +13,11 @@ import numpy as np
 
 from kvstore_client import stats
 from kvstore_client.buffers import Bytes
-from kvstore_client.index import SHARED_READS, IndexReader
-from kvstore_client.keeper import Keeper
-from kvstore_client.lease import Hold, Lease, Slots
-from kvstore_client.results import TIER_NAMES, Health, Hint, Match, PutResult
+from kvstore_client.lease import Slots
+from kvstore_client.local_reads import LocalReads, held_views, slot_view
+from kvstore_client.results import Health, Hint, PutResult
 from kvstore_client.session import Session
+from kvstore_client.tickets import Saving
 from kvstore_client.transport import Identity
 from kvstore_client.waiting import InTheMiddle
 from kvstored.v1 import KEYS_MAX, shm
@@ -40,36 +39,18 @@ COMMIT_BYTES = 24 << 20
 CLEAR_S = 30.0
 """Deadline of clear once the daemon has answered at all: a large namespace takes it long."""
 
-OPERATIONS = {"Inspect": "inspect", "Evict": "evict", "EndSession": "end_session"}
+OPERATIONS = {
+    "Inspect": "inspect",
+    "Evict": "evict",
+    "EndSession": "end_session",
+    "Flush": "flush",
+    "Verify": "verify",
+}
 """Calls of the administration, as fields of Request and Reply."""
 
-_TIER_OF = [""] * 16
-for _flags in range(1, 16):
-    _TIER_OF[_flags] = next(
-        TIER_NAMES[tier]
-        for bit, tier in (
-            (shm.GPU, pb.TIER_GPU),
-            (shm.HOST, pb.TIER_HOST),
-            (shm.SSD, pb.TIER_SSD),
-            (shm.REMOTE, pb.TIER_REMOTE),
-        )
-        if _flags & bit
-    )
 
-
-class LocalTransport:
-    """The daemon of this machine, through whatever session there is."""
-
-    def __init__(self, path: str, client: str, tenant: str, timeout_s: float, read_only: bool) -> None:
-        """Tries to connect once; a daemon that is away is no error here (it may come), another version is."""
-        self._keeper = Keeper(path, client, tenant, timeout_s, read_only)
-        self._shared_reads = SHARED_READS
-        self._now, self._need, self._opened = self._keeper.now, self._keeper.need, self._keeper.opened
-        self.reads = self._keeper.reads
-
-    @property
-    def _session(self) -> Session | None:
-        return self._keeper.session
+class LocalTransport(LocalReads):
+    """The daemon of this machine, through whatever session there is: what is read, and all the rest."""
 
     def open(self, ns: Identity) -> None:
         """Opens a namespace ahead of use, if the daemon is there."""
@@ -80,126 +61,6 @@ class LocalTransport:
                 self._opened(session, ns)
             except Unavailable:
                 self._keeper.wake()
-
-    # -- reading
-
-    def match(self, ns: Identity, keys: Sequence[bytes]) -> Match:
-        session = self._now()
-        if session is None or not keys:
-            return Match(0, [])
-        try:
-            if not self._shared_reads:
-                return self._match_by_call(session, ns, keys)
-            count, flags = self._index(session).leading(keys, ns.block_bytes)
-        except Unavailable:
-            return Match(0, [])
-        if session.hung_up():
-            self._keeper.wake()
-            return Match(0, [])
-        return Match(count, [_TIER_OF[f & 15] for f in flags])
-
-    def _match_by_call(self, session: Session, ns: Identity, keys: Sequence[bytes]) -> Match:
-        number = self._opened(session, ns).namespace_id
-        tiers: list[str] = []
-        for at in range(0, len(keys), KEYS_MAX):
-            part = keys[at : at + KEYS_MAX]
-            reply = session.call(pb.Request(match=pb.MatchRequest(namespace_id=number, keys=part))).match
-            tiers += [TIER_NAMES[tier] for tier in reply.tiers]
-            if reply.blocks < len(part):
-                break
-        return Match(len(tiers), tiers)
-
-    def get_into(self, ns: Identity, keys: Sequence[bytes], start: int, out: list[Bytes]) -> int:
-        session = self._now()
-        if session is None:
-            return 0
-        try:
-            if not self._shared_reads:
-                return self._get_by_lease(session, ns, keys, start, out)
-            copied = self._copy_out(session, self._index(session), ns, keys, start, out)
-            if copied < 0:  # the index moved meanwhile: nothing counts, once more with the new one
-                copied = max(self._copy_out(session, self._index(session), ns, keys, start, out), 0)
-        except Unavailable:
-            self._keeper.wake()
-            return 0
-        if copied:
-            session.reads.used(keys[: start + copied])
-        return copied
-
-    def _copy_out(
-        self, session: Session, index: IndexReader, ns: Identity, keys: Sequence[bytes], start: int, out: list[Bytes]
-    ) -> int:
-        """Rule 1: number, fields, copy; then number, header and socket as before. -1 where the index moved."""
-        find, mappings, length = index.find, session.mappings, ns.block_bytes
-        numbers = index.numbers
-        read: list[tuple[int, int]] = []
-        for key, target in zip(keys[start:] if start else keys, out, strict=True):
-            entry = find(key)
-            if entry is None:
-                break
-            word, sequence, segment, found_length, offset, flags = entry
-            if found_length != length or not flags & shm.HOST:
-                break
-            mapping = mappings.get(segment)
-            if mapping is None:
-                mapping = session.mapping(segment) if numbers[word] == sequence else None
-                if mapping is None:
-                    break
-            if offset + length > mapping.size_bytes:
-                break  # fields of two writes: the check below would refuse them too
-            np.copyto(target, mapping.bytes[offset : offset + length])
-            read.append((word, sequence))
-        good = len(read)
-        for i, (word, sequence) in enumerate(read):
-            if numbers[word] != sequence:
-                good = i
-                break
-        if session.hung_up():
-            self._keeper.wake()
-            return 0
-        return good if index.current() else -1
-
-    def _get_by_lease(self, session: Session, ns: Identity, keys: Sequence[bytes], start: int, out: list[Bytes]) -> int:
-        """Where shared memory alone cannot be trusted: hold, copy, let go."""
-        copied = 0
-        for at in range(start, len(keys), COMMIT_BLOCKS):
-            part = keys[at : at + COMMIT_BLOCKS]
-            with self._acquire(session, ns, part, None) as lease:
-                for view in lease.views:
-                    np.copyto(out[copied], np.frombuffer(view, np.uint8))
-                    copied += 1
-                if len(lease) < len(part):
-                    break
-        return copied
-
-    def _index(self, session: Session) -> IndexReader:
-        index = session.index
-        if not index.current():
-            session.refresh_index()
-            index = session.index
-        return index
-
-    def acquire(self, ns: Identity, keys: Sequence[bytes], timeout_s: float) -> Lease:
-        session = self._now()
-        if session is None or not keys:
-            return Lease(list, 0)
-        try:
-            return self._acquire(session, ns, keys[:KEYS_MAX], timeout_s)
-        except Unavailable:
-            self._keeper.wake()
-            return Lease(list, 0)
-
-    def _acquire(self, session: Session, ns: Identity, keys: Sequence[bytes], timeout_s: float | None) -> Lease:
-        opened = self._opened(session, ns)
-        request = pb.Request()
-        request.acquire.namespace_id = opened.namespace_id
-        request.acquire.keys.extend(keys)
-        slots, hold = session.acquire(request, timeout_s)
-
-        def views() -> list[memoryview]:
-            return _views(session, slots, opened.slot_bytes, ns.block_bytes, hold, writable=False)
-
-        return Lease(views, len(slots))
 
     # -- writing
 
@@ -215,25 +76,36 @@ class LocalTransport:
         except Unavailable as e:
             self._keeper.wake()
             return PutResult(0, 0, len(blocks), e)
+        saving = Saving(session, len(blocks) * ns.block_bytes) if durable else None
         existing = len(blocks) - len(todo)
         if existing:
             if not todo and session.hung_up():  # what was found is the index of a daemon that is gone
                 self._keeper.wake()
                 return PutResult(0, 0, len(blocks), Unavailable(session.dead))
             session.reads.used(keys, hint.conversation if hint is not None else "")
-            if durable and not todo:
-                session.call(commit_request(opened.namespace_id, keys, [], [], hint, True, 0))
         stored = 0
         error: KVStoreError | None = None
+        try:
+            if saving is not None and existing:
+                absent = set(todo)
+                saving.ask(opened.namespace_id, [keys[i] for i in range(start, len(keys)) if i not in absent])
+        except Unavailable as e:
+            self._keeper.wake()
+            return PutResult(0, 0, len(blocks), e)
         while todo and error is None:
             part, todo = todo[:COMMIT_BLOCKS], todo[COMMIT_BLOCKS:]
-            done, known, error, left = self._put_part(session, ns, opened, keys, start, blocks, part, hint, durable)
-            stored, existing, todo = stored + done, existing + known, left + todo
+            replies, error, left = self._put_part(session, ns, opened, keys, start, blocks, part, hint, durable)
+            results = [result for reply in replies for result in reply.results]
+            stored, existing, todo = stored + results.count(pb.STORED), existing + results.count(pb.EXISTS), left + todo
+            if saving is not None:
+                saving.answered(replies)
         if isinstance(error, Unavailable):
             existing = 0
         rejected = len(blocks) - stored - existing
         if isinstance(error, ResourceExhausted) and not stored and not existing:
             raise error
+        if saving is not None:
+            error = error or saving.wait()
         return PutResult(stored, existing, rejected, error)
 
     def _absent(self, session: Session, ns: Identity, keys: Sequence[bytes], start: int) -> list[int]:
@@ -260,8 +132,8 @@ class LocalTransport:
         part: list[int],
         hint: Hint | None,
         durable: bool,
-    ) -> tuple[int, int, KVStoreError | None, list[int]]:
-        """Stores what it finds slots for: blocks stored, found to exist, why it stopped, what it did not get to."""
+    ) -> tuple[list[pb.CommitReply], KVStoreError | None, list[int]]:
+        """Stores what it finds slots for: what the daemon answered, why it stopped, what it did not get to."""
         slots: list[int] = []
         try:
             slots = session.take_granted(ns.block_bytes, len(part))
@@ -275,21 +147,21 @@ class LocalTransport:
                 for at in range(0, len(part), size):
                     places, mine = part[at : at + size], slots[at : at + size]
                     for slot, i in zip(mine, places, strict=True):
-                        np.copyto(_slot_bytes(session, slot, opened.slot_bytes, ns.block_bytes), blocks[i - start])
+                        np.copyto(slot_view(session, slot, opened.slot_bytes, ns.block_bytes), blocks[i - start])
                     want = min(opened.grant_max, len(part)) if at + size >= len(part) else 0
                     yield commit_request(opened.namespace_id, keys, places, mine, hint, durable, want), mine
 
-            results = session.commit(steps(), ns.block_bytes, reuse=True)
+            replies = session.commit(steps(), ns.block_bytes, reuse=True)
         except (Unavailable, ResourceExhausted, FailedPrecondition) as e:
             session.give_up(slots)
             if isinstance(e, FailedPrecondition):
                 raise
             self._keeper.wake()
-            return 0, 0, e, []
+            return [], e, []
         except BaseException:
             session.give_up(slots)
             raise
-        return results.count(pb.STORED), results.count(pb.EXISTS), None, left
+        return replies, None, left
 
     @staticmethod
     def _reserve_more(session: Session, opened: pb.OpenNamespaceReply, slots: list[int], wanted: int) -> list[int]:
@@ -315,23 +187,28 @@ class LocalTransport:
             raise
         uncommitted = [[slot] for slot in slots]
         views = [
-            _views(session, own, opened.slot_bytes, ns.block_bytes, session.write_hold(own), writable=True)[0]
+            held_views(session, own, opened.slot_bytes, ns.block_bytes, session.write_hold(own), writable=True)[0]
             for slot, own in zip(slots, uncommitted, strict=True)
         ]
 
         def commit(keys: Sequence[bytes], start: int, hint: Hint | None, durable: bool) -> PutResult:
             part = list(range(start, len(keys)))
             results: list[int] = []
+            saving = Saving(session, len(part) * ns.block_bytes) if durable else None
             for at in range(0, len(part), COMMIT_BLOCKS):
                 some = part[at : at + COMMIT_BLOCKS]
                 mine = slots[at : at + len(some)]
                 request = commit_request(opened.namespace_id, keys, some, mine, hint, durable, 0)
-                results += session.commit([(request, mine)], ns.block_bytes, reuse=False)
+                replies = session.commit([(request, mine)], ns.block_bytes, reuse=False)
+                if saving is not None:
+                    saving.answered(replies)
+                results += [result for reply in replies for result in reply.results]
                 for own, result in zip(uncommitted[at:], results[at:], strict=False):
                     if result == pb.STORED:
                         own.clear()
             stored, existing = results.count(pb.STORED), results.count(pb.EXISTS)
-            return PutResult(stored, existing, len(results) - stored - existing)
+            error = saving.wait() if saving is not None else None
+            return PutResult(stored, existing, len(results) - stored - existing, error)
 
         return Slots(views, commit)
 
@@ -418,36 +295,3 @@ def commit_request(
     if hint is not None:
         commit.hint.CopyFrom(hint.message())
     return request
-
-
-def _slot_bytes(session: Session, slot: int, slot_bytes: int, block_bytes: int) -> Bytes:
-    mapping = session.mappings.get(slot >> 32)  # attached before; here the lock is held, which attaching waits for
-    if mapping is None:
-        raise Unavailable(f"segment {slot >> 32} of a granted slot is gone")
-    offset = shm.ref_slot(slot) * slot_bytes
-    return mapping.bytes[offset : offset + block_bytes]
-
-
-def _views(
-    session: Session, slots: list[int], slot_bytes: int, block_bytes: int, hold: Hold, *, writable: bool
-) -> list[memoryview]:
-    """Views of slots; each, and whatever is made from it, keeps the hold and the mapping alive.
-
-    They are slices of one exporter a segment, made for this hold alone.
-    """
-    whole: dict[int, memoryview] = {}
-    for number in {slot >> 32 for slot in slots}:
-        mapping = session.mapping(number)
-        if mapping is None:
-            raise Unavailable(f"segment {number} of a held slot is gone")
-        exporter = mapping.exporter(0, mapping.size_bytes)
-        exporter.hold = hold
-        # Through an array, which the garbage collector does not look into: it would end the hold of a view in a
-        # garbage cycle before the finalizers that may still use the view.
-        view = np.frombuffer(exporter, np.uint8).data
-        whole[number] = view if writable else view.toreadonly()
-    views = []
-    for slot in slots:
-        at = (slot & 0xFFFFFFFF) * slot_bytes
-        views.append(whole[slot >> 32][at : at + block_bytes])
-    return views

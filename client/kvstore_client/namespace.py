@@ -9,8 +9,9 @@ import numpy as np
 from kvstore_client import buffers
 from kvstore_client.chain import checked_count, checked_keys
 from kvstore_client.lease import Lease, Slots
-from kvstore_client.reads import ACQUIRE, GET, MATCH, PUT
-from kvstore_client.results import Hint, Match, PutResult, Ticket
+from kvstore_client.reads import ACQUIRE, GET, HOST, MATCH, PUT, SSD
+from kvstore_client.results import Hint, Match, PutResult
+from kvstore_client.tickets import Ticket
 from kvstore_client.transport import Identity, Transport
 from kvstored.v1 import KEYS_MAX
 from kvstored.v1 import keys as naming
@@ -18,6 +19,8 @@ from kvstored.v1.errors import InvalidArgument, ResourceExhausted
 
 TOKEN_MIN, TOKEN_MAX = -(1 << 63), (1 << 63) - 1
 
+DEADLINE_S_MAX, PRIORITY_MAX = 600, 8
+"""Of a prefetch."""
 
 GET_BYTES = 1 << 30
 """What `get` asks for at once; memory is taken only for blocks that are found."""
@@ -44,10 +47,10 @@ class Namespace:
         """32 bytes that name this namespace on every machine and in every key."""
         return self._identity.digest
 
-    def _done(self, operation: int, found: int, asked: int, began: float) -> None:
+    def _done(self, operation: int, found: int, asked: int, began: float, tier: int = HOST) -> None:
         """For the daemon's figures. A call that names no block is none; one that raised is noted by who catches it."""
         if asked:
-            self._transport.reads.done(operation, self._identity.digest, found, asked, began)
+            self._transport.reads.done(operation, self._identity.digest, found, asked, began, tier)
 
     # -- keys
 
@@ -81,13 +84,15 @@ class Namespace:
         began = perf_counter()
         keys = checked_keys(keys)
         found = self._transport.match(self._identity, keys)
-        self._done(MATCH, found.blocks, len(keys), began)
+        self._done(MATCH, found.blocks, len(keys), began, SSD if "ssd" in found.tiers else HOST)
         return found
 
     def get_into(self, keys: Sequence[bytes], out: Any, start: int = 0) -> int:
         """Copies leading blocks of keys[start:] into `out`: one writable buffer or a list of one each.
 
-        Answers how many were copied; what lies behind them in `out` is undefined.
+        Answers how many were copied; what lies behind them in `out` is undefined. Blocks that
+        are not in memory are waited for: as long as more of them come within the client's
+        `timeout_s`. What does not is a miss.
         """
         began = perf_counter()
         keys = checked_keys(keys)
@@ -96,8 +101,8 @@ class Namespace:
             return 0
         blocks = buffers.as_blocks(out, count, self.block_bytes, "out")
         buffers.require_writable(blocks, "out")
-        copied = self._transport.get_into(self._identity, keys, start, blocks)
-        self._done(GET, copied, count, began)
+        copied, tier = self._transport.get_into(self._identity, keys, start, blocks)
+        self._done(GET, copied, count, began, tier)
         return copied
 
     def get(self, keys: Sequence[bytes]) -> list[bytes]:
@@ -105,36 +110,50 @@ class Namespace:
         began = perf_counter()
         keys = checked_keys(keys)
         found: list[bytes] = []
+        slowest = HOST
         at_once = max(GET_BYTES // self.block_bytes, 1)
         while len(found) < len(keys):
             part = keys[: len(found) + at_once]
             out = np.empty((len(part) - len(found), self.block_bytes), np.uint8)
-            copied = self._transport.get_into(self._identity, part, len(found), list(out))
+            copied, tier = self._transport.get_into(self._identity, part, len(found), list(out))
+            slowest = max(slowest, tier)
             found += [block.tobytes() for block in out[:copied]]
             if copied < len(out):
                 break
-        self._done(GET, len(found), len(keys), began)
+        self._done(GET, len(found), len(keys), began, slowest)
         return found
 
     def acquire(self, keys: Sequence[bytes], timeout_s: float = 1.0) -> Lease:
         """Holds the leading run, of at most 4,096 blocks, in memory for reading in place.
 
-        Raises ResourceExhausted where that would be more than one session (a quarter of
-        the memory) or all together (three quarters) may hold.
+        What is not in memory is brought there first; what has not come within `timeout_s`, or is
+        more than may be held besides, is not held. Raises ResourceExhausted where what is there
+        already is more than one session (a quarter of the memory) or all together (three
+        quarters) may hold.
         """
         began = perf_counter()
         keys = checked_keys(keys)[:KEYS_MAX]
         if not 0 < timeout_s < float("inf"):
             raise InvalidArgument(f"timeout_s={timeout_s!r} is not a number of seconds above 0")
         lease = self._transport.acquire(self._identity, keys, timeout_s)
-        self._done(ACQUIRE, len(lease), len(keys), began)
+        self._done(ACQUIRE, len(lease), len(keys), began, lease.tier)
         return lease
 
-    def prefetch(self, keys: Sequence[bytes], deadline_s: float = 2.0) -> Ticket:
-        """Brings leading blocks into memory. With no tier below memory it is done at once."""
-        if not 0 < deadline_s < float("inf"):
-            raise InvalidArgument(f"deadline_s={deadline_s!r} is not a number of seconds above 0")
-        return Ticket("done", self._transport.match(self._identity, checked_keys(keys)).blocks)
+    def may_wait(self, keys: Sequence[bytes], start: int = 0) -> bool:
+        """Whether reading keys[start:] may have to wait for a disk: some are present, and not in memory. A hint."""
+        return self._transport.may_wait(self._identity, checked_keys(keys)[start:])
+
+    def prefetch(self, keys: Sequence[bytes], deadline_s: float = 2.0, *, priority: int = 0) -> Ticket:
+        """Begins to bring the leading run, of at most 4,096 blocks, into memory ahead of use; never waits for it.
+
+        Where all of it is there already, the ticket is done at once. Prefetches of higher
+        `priority` (-8 to 8) go first. Nothing is held: a later `get_into` may find less.
+        """
+        if not 0 < deadline_s <= DEADLINE_S_MAX:
+            raise InvalidArgument(f"deadline_s={deadline_s!r} is not a number of seconds above 0, at most 600")
+        if not isinstance(priority, int) or not -PRIORITY_MAX <= priority <= PRIORITY_MAX:
+            raise InvalidArgument(f"priority={priority!r} is not a whole number from -8 to 8")
+        return self._transport.prefetch(self._identity, checked_keys(keys), deadline_s, priority)
 
     # -- writing
 
@@ -145,7 +164,9 @@ class Namespace:
 
         `blocks`: one buffer or array of all of them in a row, or a list of one each.
         Acknowledged means visible to every reader on the node, not kept: a put larger than what
-        can be evicted makes its own end give way, as `match` tells afterwards. What finds no room is
+        can be evicted makes its own end give way, as `match` tells afterwards. With `durable` it
+        waits until all of keys[start:] that is stored, or was there, is on the SSD; where that
+        does not come about, `error` says why, and nothing is rejected for it. What finds no room is
         counted as rejected; where nothing at all finds room, ResourceExhausted is raised.
         While the daemon is away everything is rejected.
         """

@@ -37,10 +37,11 @@ GET, ACQUIRE, MATCH, PUT = (
     int(pb.OPERATION_MATCH),
     int(pb.OPERATION_PUT),
 )
+HOST, SSD = int(pb.TIER_HOST), int(pb.TIER_SSD)
 
 
 class Sum:
-    """One operation in one namespace since it was last told."""
+    """One operation on one tier in one namespace since it was last told."""
 
     __slots__ = ("calls_hit", "found", "latencies", "missed", "seconds")
 
@@ -49,7 +50,7 @@ class Sum:
         self.seconds = 0.0
         self.latencies = [0] * BUCKETS
 
-    def report(self, operation: int, number: int) -> pb.Report:
+    def report(self, operation: int, tier: int, number: int) -> pb.Report:
         """As it is told, of a namespace that has this number."""
         return pb.Report(
             operation=operation,  # type: ignore[arg-type]
@@ -60,6 +61,7 @@ class Sum:
             misses=self.missed,
             seconds=self.seconds,
             latencies=self.latencies,
+            tier=tier,  # type: ignore[arg-type]
         )
 
 
@@ -70,8 +72,8 @@ class Reads:
         """Told at most once in `every_s`, unless somebody insists."""
         self._every_s = every_s
         self._chains: deque[tuple[tuple[bytes, ...], str]] = deque(maxlen=CHAINS_MAX)
-        self._notes: deque[tuple[int, bytes, int, int, float]] = deque()
-        self._sums: dict[tuple[bytes, int], Sum] = {}
+        self._notes: deque[tuple[int, bytes, int, int, int, float]] = deque()
+        self._sums: dict[tuple[bytes, int, int], Sum] = {}
         self._adding = threading.RLock()
         self._told_at = 0.0
 
@@ -79,13 +81,13 @@ class Reads:
         """These blocks were read, or found to exist by who would have stored them."""
         self._chains.append((tuple(keys), conversation))
 
-    def done(self, operation: int, digest: bytes, found: int, asked: int, began: float) -> None:
+    def done(self, operation: int, digest: bytes, found: int, asked: int, began: float, tier: int = HOST) -> None:
         """A call that began at `began` (of time.perf_counter) found `found` of `asked` blocks of that namespace.
 
-        Costs half a microsecond, and as much when it is added up.
+        `tier`: the slowest that one of them came from. Costs half a microsecond, and as much when it is added up.
         """
         notes = self._notes
-        notes.append((operation, digest, found, asked, time.perf_counter() - began))
+        notes.append((operation, digest, tier, found, asked, time.perf_counter() - began))
         if len(notes) > NOTES_MAX:
             self._add_up()
 
@@ -111,7 +113,7 @@ class Reads:
     def namespaces(self) -> set[bytes]:
         """Digests of the namespaces that calls wait to be told of."""
         with self._added_up(0.0) as mine:
-            return {digest for digest, _ in self._sums} if mine else set()
+            return {digest for digest, _, _ in self._sums} if mine else set()
 
     def _uses(self) -> Iterator[tuple[list[bytes], pb.Hint | None]]:
         """Keys to touch, for each conversation those of its chains; the chain used last comes first."""
@@ -134,7 +136,7 @@ class Reads:
             for key in list(self._sums) if mine else ():
                 found = opened.get(key[0])
                 if found is not None:
-                    reports.append(self._sums.pop(key).report(key[1], found.namespace_id))
+                    reports.append(self._sums.pop(key).report(*key[1:], found.namespace_id))
         return reports
 
     def _add_up(self) -> None:
@@ -152,10 +154,10 @@ class Reads:
             return
         try:
             for _ in range(len(self._notes)):
-                operation, digest, found, asked, seconds = self._notes.popleft()
-                total = self._sums.get((digest, operation))
+                operation, digest, tier, found, asked, seconds = self._notes.popleft()
+                total = self._sums.get((digest, operation, tier))
                 if total is None:
-                    total = self._sums[digest, operation] = Sum()
+                    total = self._sums[digest, operation, tier] = Sum()
                 total.calls_hit += found > 0
                 total.found += found
                 total.missed += asked - found

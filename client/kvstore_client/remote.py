@@ -12,7 +12,7 @@ whatever call comes then.
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,8 +22,9 @@ from kvstore_client import stats
 from kvstore_client.buffers import Bytes
 from kvstore_client.channel import Channel, Trust
 from kvstore_client.lease import Lease, Slots
-from kvstore_client.reads import Reads
+from kvstore_client.reads import HOST, Reads
 from kvstore_client.results import TIER_NAMES, Health, Hint, Match, PutResult
+from kvstore_client.tickets import STATES, Ticket, not_durable
 from kvstore_client.transport import Identity
 from kvstored.v1 import KEYS_MAX, chunks
 from kvstored.v1 import kvstore_pb2 as pb
@@ -47,10 +48,22 @@ STREAM_BYTES_PER_S = 32 << 20
 PART_BYTES = 256 << 20
 """Bytes of one stream; a larger put or get is several, so that what fails late does not undo what was done."""
 
+TICKET_WAIT_S = 0.5
+"""How long one question waits for the end of a prefetch."""
+
+ANSWER_SHARE = 0.25
+"""Of the time-out: the daemon has at least that long to answer, also when a prefetch's deadline is near."""
+
+DURABLE_S = 35.0
+"""How much longer a durable put may take: the daemon waits 30 s for its disk, and then says that it did."""
+
 TOUCH_EVERY_S = 1.0
 TOUCH_TIMEOUT_S = 0.5
 
 T = TypeVar("T")
+
+TIERS = tuple(str(tier) for tier in TIER_NAMES)
+"""As metadata spell them."""
 
 Take = Callable[[int, int, memoryview], None]
 """Takes bytes: of which block, from where in it, and the bytes."""
@@ -143,7 +156,7 @@ class GrpcTransport:
             log.debug("blocks from %d on count as missing: %s", len(tiers), e)
         return Match(len(tiers), tiers)
 
-    def get_into(self, ns: Identity, keys: Sequence[bytes], start: int, out: list[Bytes]) -> int:
+    def get_into(self, ns: Identity, keys: Sequence[bytes], start: int, out: list[Bytes]) -> tuple[int, int]:
         def take(i: int, at: int, piece: memoryview) -> None:
             out[i][at : at + len(piece)] = np.frombuffer(piece, np.uint8)
 
@@ -161,37 +174,39 @@ class GrpcTransport:
 
         self._tell()
         keys = keys[:KEYS_MAX]
-        held = self._fetch(ns, keys, take, time.monotonic() + timeout_s)
-        return Lease(lambda: [block.data.toreadonly() for block in blocks[:held]], held)
+        held, tier = self._fetch(ns, keys, take, time.monotonic() + timeout_s)
+        return Lease(lambda: [block.data.toreadonly() for block in blocks[:held]], held, tier)
 
-    def _fetch(self, ns: Identity, keys: Sequence[bytes], take: Take, until: float) -> int:
+    def _fetch(self, ns: Identity, keys: Sequence[bytes], take: Take, until: float) -> tuple[int, int]:
         """`take(i, at, piece)` for the bytes of leading blocks; answers how many blocks came whole and right.
 
-        Of the one behind them some may have been taken. All in the calling thread: nothing is
-        taken once this has returned.
+        And the slowest tier that one came from. Of the one behind them some may have been taken.
+        All in the calling thread: nothing is taken once this has returned.
         """
-        part_keys, done = _part_keys(ns.block_bytes), 0
+        part_keys, done, tier = _part_keys(ns.block_bytes), 0, HOST
         try:
             for at in range(0, len(keys), part_keys):
                 part = keys[at : at + part_keys]
 
-                def call(opened: Opened, at: int = at, part: Sequence[bytes] = part) -> int:
+                def call(opened: Opened, at: int = at, part: Sequence[bytes] = part) -> tuple[int, int]:
                     return self._fetch_part(opened, ns, part, lambda i, *what: take(at + i, *what), until)
 
-                got = self._in(ns, call)
-                done += got
+                got, slowest = self._in(ns, call)
+                done, tier = done + got, max(tier, slowest)
                 if got < len(part):
                     break
         except (Unavailable, DeadlineExceeded, ResourceExhausted) as e:
             log.debug("blocks from %d on count as missing: %s", done, e)
-        return done
+        return done, tier
 
-    def _fetch_part(self, opened: Opened, ns: Identity, keys: Sequence[bytes], take: Take, until: float) -> int:
-        channel, done = self._channel, 0
+    def _fetch_part(
+        self, opened: Opened, ns: Identity, keys: Sequence[bytes], take: Take, until: float
+    ) -> tuple[int, int]:
+        channel, done, tier = self._channel, 0, HOST
         request = pb.GetRequest(namespace_id=opened.number, keys=keys).SerializeToString()
 
         def call() -> None:
-            nonlocal done
+            nonlocal done, tier
             timeout_s = max(until - time.monotonic(), 0.0)
             stream = channel.get(request, timeout=timeout_s, metadata=channel.metadata(opened.epoch))
             try:
@@ -199,6 +214,7 @@ class GrpcTransport:
                     take(done, at, piece)
                     del piece  # its memory is for the next one
                     done += whole
+                tier = _tier_of(stream.trailing_metadata())
             except InvalidArgument as e:
                 stream.cancel()
                 log.warning("from %s: %s; what is left of this stream counts as missing", channel.endpoint, e)
@@ -210,7 +226,38 @@ class GrpcTransport:
             channel.reach(call)
         except (Unavailable, DeadlineExceeded, ResourceExhausted) as e:
             log.debug("a stream of blocks ended after %d of %d: %s", done, len(keys), e)
-        return done
+        return done, tier
+
+    def may_wait(self, ns: Identity, keys: Sequence[bytes]) -> bool:
+        """Nobody knows without asking."""
+        return True
+
+    # -- ahead of use
+
+    def prefetch(self, ns: Identity, keys: Sequence[bytes], deadline_s: float, priority: int) -> Ticket:
+        until, deadline_ms = time.monotonic() + deadline_s, max(int(deadline_s * 1000), 1)
+
+        def call(opened: Opened) -> tuple[pb.PrefetchReply, str]:
+            request = pb.PrefetchRequest(
+                namespace_id=opened.number, keys=keys[:KEYS_MAX], deadline_ms=deadline_ms, priority=priority
+            )
+            return self._call("Prefetch", request, epoch=opened.epoch), opened.epoch
+
+        self._tell()
+        try:
+            begun, epoch = self._in(ns, call)
+        except (Unavailable, DeadlineExceeded, ResourceExhausted) as e:
+            return Ticket("failed", 0, str(e))
+
+        def ask(wait_s: float, cancel: bool) -> pb.TicketReply:
+            request = pb.TicketRequest(ticket=begun.ticket, wait_ms=int(wait_s * 1000), cancel=cancel)
+            timeout_s = min(self._timeout_s + wait_s, max(until - time.monotonic(), self._timeout_s * ANSWER_SHARE))
+            reply: pb.TicketReply = self._call("Ticket", request, timeout_s, epoch)
+            return reply
+
+        if begun.state != pb.TICKET_RUNNING:
+            return Ticket(STATES[begun.state], begun.blocks)
+        return Ticket("running", begun.blocks, ask=ask, wait_s=TICKET_WAIT_S, until=until)
 
     # -- writing
 
@@ -219,13 +266,14 @@ class GrpcTransport:
     ) -> PutResult:
         self._check_writable()
         self._tell()
-        stored = existing = 0
+        stored, existing, why = 0, 0, ""
         error: KVStoreError | None = None
         try:
             for at in range(0, len(blocks), _part_keys(ns.block_bytes)):
                 some = blocks[at : at + _part_keys(ns.block_bytes)]
                 part = range(start + at, start + at + len(some))
-                results = self._put_part(ns, keys, part, some, hint, durable)
+                reply = self._put_part(ns, keys, part, some, hint, durable)
+                results, why = list(reply.results), why or reply.not_durable
                 stored, existing = stored + results.count(pb.STORED), existing + results.count(pb.EXISTS)
                 if pb.REJECTED in results:
                     error = ResourceExhausted(f"the daemon had no room for {results.count(pb.REJECTED)} blocks")
@@ -236,11 +284,11 @@ class GrpcTransport:
             error = Unavailable(f"no answer from {self._channel.endpoint} in time: {e}")
         if isinstance(error, ResourceExhausted) and not stored and not existing:
             raise error
-        return PutResult(stored, existing, len(blocks) - stored - existing, error)
+        return PutResult(stored, existing, len(blocks) - stored - existing, error or not_durable(why))
 
     def _put_part(
         self, ns: Identity, keys: Sequence[bytes], part: range, blocks: list[Bytes], hint: Hint | None, durable: bool
-    ) -> list[int]:
+    ) -> pb.PutReply:
         """One stream: a result for each of keys[part]."""
         channel = self._channel
         header = pb.PutHeader(
@@ -250,17 +298,21 @@ class GrpcTransport:
             hint=hint.message() if hint is not None else None,
             durable=durable,
         )
-        timeout_s = self._stream_s(len(blocks) * ns.block_bytes)
+        # A durable one is answered when it is on the SSD, or when the daemon has waited long enough for that.
+        timeout_s = self._stream_s(len(blocks) * ns.block_bytes) + (DURABLE_S if durable else 0.0)
 
-        def call(opened: Opened) -> list[int]:
+        def call(opened: Opened) -> pb.PutReply:
             header.namespace_id = opened.number
             messages, metadata = _put_messages(header, blocks), channel.metadata(opened.epoch)
-            return list(channel.reach(lambda: channel.put(messages, timeout=timeout_s, metadata=metadata)).results)
+            reply: pb.PutReply = channel.reach(lambda: channel.put(messages, timeout=timeout_s, metadata=metadata))
+            return reply
 
-        results = self._in(ns, call)
-        if len(results) != len(part):
-            raise KVStoreError(f"{len(results)} results for {len(part)} blocks: {channel.endpoint} is no kvstored")
-        return results
+        reply = self._in(ns, call)
+        if len(reply.results) != len(part):
+            raise KVStoreError(
+                f"{len(reply.results)} results for {len(part)} blocks: {channel.endpoint} is no kvstored"
+            )
+        return reply
 
     def reserve(self, ns: Identity, count: int) -> Slots:
         """Private memory; the bytes travel at commit."""
@@ -361,6 +413,12 @@ class GrpcTransport:
 def _part_keys(block_bytes: int) -> int:
     """Blocks of one stream."""
     return max(1, min(KEYS_MAX, PART_BYTES // block_bytes))
+
+
+def _tier_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> int:
+    """Where the slowest block of a stream came from; memory, where nobody says."""
+    said = str(dict(metadata or ()).get(chunks.TIER_METADATA, HOST))
+    return int(said) if said in TIERS else HOST
 
 
 def _put_messages(header: pb.PutHeader, blocks: list[Bytes]) -> Iterator[bytes]:

@@ -22,7 +22,8 @@ class Match(NamedTuple):
 class PutResult(NamedTuple):
     """How many blocks were stored, were there already, and could not be stored.
 
-    `error` is the reason of the last rejection: ResourceExhausted or Unavailable.
+    `error` is the reason of the last rejection: ResourceExhausted or Unavailable. Of a durable put it also says
+    why what was stored, or was there, is not all on the SSD.
     """
 
     stored: int
@@ -77,22 +78,3 @@ class Health:
     problems: list[str] = field(default_factory=list)
     version: str = ""
     uptime_s: float = 0.0
-
-
-@dataclass
-class Ticket:
-    """A prefetch. `state` is "running", "done", "failed" or "cancelled"; the last three are final.
-
-    With no tier below memory a prefetch has nothing to bring in: it is done at once, and
-    says how many leading blocks are in memory.
-    """
-
-    state: str
-    blocks: int
-
-    def wait(self) -> int:
-        """Leading blocks that are in memory now."""
-        return self.blocks
-
-    def cancel(self) -> None:
-        """Ends a running prefetch; one that is final stays as it is."""

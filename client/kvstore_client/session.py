@@ -42,6 +42,7 @@ TOUCH_S = 0.1
 WRITTEN = -1
 """In place of a hold's number: slots that will not be written to any more."""
 
+Steps = Iterable[tuple[pb.Request, list[int]]]
 _hold_numbers = count()
 _sessions: "weakref.WeakSet[Session]" = weakref.WeakSet()
 
@@ -274,7 +275,7 @@ class Session:
             self.sync()
         raise AssertionError("the last try answers or raises")
 
-    def commit(self, steps: Iterable[tuple[pb.Request, list[int]]], block_bytes: int, *, reuse: bool) -> list[int]:
+    def commit(self, steps: Steps, block_bytes: int, *, reuse: bool) -> list[pb.CommitReply]:
         """Makes written slots visible, step by step; each step writes its slots as it is asked for.
 
         The daemon works on one step while the next is being written; all answers are read
@@ -284,7 +285,7 @@ class Session:
         if self._forward is not None:  # which has what this session held
             return self._forward.commit(steps, block_bytes, reuse=reuse)
         sent: list[tuple[int, list[int]]] = []
-        results: list[int] = []
+        replies: list[pb.CommitReply] = []
         error: KVStoreError | None = None
         with locked(self.lock, self.timeout_s):
             try:
@@ -293,7 +294,8 @@ class Session:
             finally:
                 for number, slots in sent:
                     try:
-                        results += self._committed(self._reply(number).commit, slots, block_bytes, reuse=reuse)
+                        replies.append(self._reply(number).commit)
+                        self._committed(replies[-1], slots, block_bytes, reuse=reuse)
                     except KVStoreError as e:
                         error = error or e
             self.used_grants_at = time.monotonic()
@@ -302,19 +304,17 @@ class Session:
             self._leave_if_free()
         if error is not None:
             raise error
-        return results
+        return replies
 
-    def _committed(self, reply: pb.CommitReply, slots: list[int], block_bytes: int, *, reuse: bool) -> list[int]:
-        results: list[int] = list(reply.results)
+    def _committed(self, reply: pb.CommitReply, slots: list[int], block_bytes: int, *, reuse: bool) -> None:
         ahead = self.grants.setdefault(block_bytes, [])
-        for slot, result in zip(slots, results, strict=True):
+        for slot, result in zip(slots, reply.results, strict=True):
             if result == pb.STORED:
                 self.writing.discard(slot)
             elif reuse:
                 self.writing.discard(slot)
                 ahead.append(slot)
         ahead.extend(reply.slots)
-        return results
 
     def give_up(self, slots: list[int]) -> None:
         """These slots will not be written to any more: Abort, now or when there is a session to say it on."""
@@ -338,16 +338,16 @@ class Session:
 
     # -- slots under views
 
-    def acquire(self, request: pb.Request, timeout_s: float | None) -> tuple[list[int], Hold]:
-        """Leases the leading run: its slots, and the hold that keeps them."""
+    def acquire(self, request: pb.Request, timeout_s: float | None) -> tuple[pb.Reply, Hold]:
+        """Acquire or Load: the answer, and the hold that keeps the slots which it leases."""
         hold = Hold()
         with locked(self.lock, timeout_s or self.timeout_s):
-            slots = list(self._exchange(request, timeout_s)[0].acquire.slots)
+            reply = self._exchange(request, timeout_s)[0]
+            slots = list(reply.acquire.slots or reply.load.slots)
             if slots:
-                number = next(_hold_numbers)
-                self.holds[number] = slots
+                self.holds[number := next(_hold_numbers)] = slots
                 weakref.finalize(hold, self._release_later, number).atexit = False
-        return slots, hold
+        return reply, hold
 
     def _release_later(self, number: int) -> None:
         self._ended.append((number, []))

@@ -6,8 +6,13 @@ from google.protobuf.message import Message
 
 
 def as_dict(message: Message) -> dict[str, Any]:
-    """All fields, also those that are zero; repeated ones as lists, messages as dicts."""
-    return {field.name: _value(field, getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
+    """All fields, also those that are zero; repeated ones as lists, messages as dicts, None for one that is not set."""
+    return {
+        field.name: None
+        if field.message_type is not None and not field.is_repeated and not message.HasField(field.name)
+        else _value(field, getattr(message, field.name))
+        for field in message.DESCRIPTOR.fields
+    }
 
 
 def _value(field: Any, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`kvstore-cli`: looks into a running daemon, and takes things away from it."""
+"""`kvstore-cli`: looks into a running daemon, takes things away from it, and looks after its SSD."""
 
 import click
 
@@ -6,6 +6,7 @@ from kvstore.cli.connection import EXIT_HELP, Way, way_options
 from kvstore.cli.evict import evict
 from kvstore.cli.inspect import inspect
 from kvstore.cli.stats import stats
+from kvstore.cli.upkeep import flush, verify
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=EXIT_HELP)
@@ -13,11 +14,11 @@ from kvstore.cli.stats import stats
 @click.version_option(package_name="kvstored", prog_name="kvstore-cli")
 @click.pass_context
 def main(context: click.Context, endpoint: str | None, token_file: str | None, ca: str | None) -> None:
-    """Looks into a running kvstored, and takes things away from it."""
+    """Looks into a running kvstored, takes things away from it, and looks after its SSD."""
     context.obj = Way(endpoint, token_file, ca)
 
 
-for command in (stats, inspect, evict):
+for command in (stats, inspect, evict, flush, verify):
     main.add_command(command)
 
 

@@ -20,12 +20,13 @@ from kvstored.v1.errors import DeadlineExceeded, InvalidArgument, KVStoreError, 
 if TYPE_CHECKING:
     from kvstore_client import Client
 
-EXIT_DONE, EXIT_UNREACHABLE, EXIT_USAGE, EXIT_NOT_FOUND = range(4)
+EXIT_DONE, EXIT_UNREACHABLE, EXIT_USAGE, EXIT_NOT_FOUND, EXIT_NOT_WELL = range(5)
 EXITS = {
     EXIT_DONE: "done",
     EXIT_UNREACHABLE: "the daemon cannot be reached or refuses, you said no, or the answer cannot be written",
     EXIT_USAGE: "wrong usage",
     EXIT_NOT_FOUND: "not found: there is no such key, namespace, session, segment or tenant",
+    EXIT_NOT_WELL: "the SSD is not well: blocks were not written, or were not what they should be",
 }
 """The exit statuses of every command of `kvstore-cli`, and of no other program."""
 

@@ -10,6 +10,7 @@ import click
 from kvstore.cli.connection import (
     EXIT_HELP,
     EXIT_NOT_FOUND,
+    EXIT_UNREACHABLE,
     EXIT_USAGE,
     Way,
     common_options,
@@ -38,6 +39,8 @@ LINE_CHARACTERS_MAX = 200
 NAMED_MAX = 8
 """Tenants or sessions in a message; all are in `stats --json`."""
 
+TIERS = {"all": pb.TIER_NONE, "host": pb.TIER_HOST, "ssd": pb.TIER_SSD}
+
 DONE = tuple(field.name for field in pb.EvictReply.DESCRIPTOR.fields)
 
 
@@ -53,6 +56,7 @@ class Plan:
     share: float
     """Of all those."""
     always_ask: bool = False
+    what: str = "blocks"
 
     @property
     def much(self) -> bool:
@@ -71,6 +75,12 @@ class Plan:
     metavar="NAME",
     help='Whose; default: everybody\'s for --bytes and --all, else that of the token, or "default".',
 )
+@click.option(
+    "--tier",
+    type=click.Choice(["all", "host", "ssd"]),
+    help="From which tier: gone everywhere (all), or copies in memory (host) or on the SSD alone. "
+    "Default: host for --bytes, else all.",
+)
 @click.option("--yes", is_flag=True, help="Does not ask.")
 @click.pass_obj
 def evict(
@@ -85,9 +95,13 @@ def evict(
     size: str | None,
     everything: bool,
     tenant: str | None,
+    tier: str | None,
     yes: bool,
 ) -> None:
     """Drops blocks that nobody holds: leased and pinned ones stay.
+
+    What is named is gone from memory and from the SSD, unless --tier says otherwise; --bytes frees
+    memory, and what the SSD has of it stays there (`kvstore-cli flush` first, and all of it does).
 
     Asks first where that is more than 1 GiB or more than a tenth of the blocks there are, and
     always with --all; without a terminal, --yes is wanted then. Ctrl-C stops it where it is.
@@ -97,14 +111,19 @@ def evict(
         raise click.UsageError("one of --namespace, --key or --keys-from, --bytes and --all is wanted")
     if tenant == "":
         raise click.UsageError("--tenant is given, and empty: a name is wanted, or no --tenant")
+    if size is not None and tier == "all":
+        raise click.UsageError("--bytes are of one tier: --tier host, which is the default, or --tier ssd")
     tenant = tenant or ""
+    tier = tier or ("host" if size is not None else "all")
     size_bytes = _size(size) if size is not None else 0
     names = _keys(keys, keys_from)
     prefix = hex_bytes(namespace, "namespace", DIGEST_PREFIX_BYTES_MIN, KEY_BYTES) if namespace is not None else b""
     done: dict[str, int] = dict.fromkeys(DONE, 0)
     with connected(Way(endpoint, token_file, ca).under(above)) as client:
         before = client.stats()
-        scope = Scope(before, tenant if size_bytes or everything else tenant or _unnamed(before))
+        if tier == "ssd" and not before.get("ssd"):
+            fail("this daemon has no SSD tier (ssd.path is off)", EXIT_UNREACHABLE)
+        scope = Scope(before, tenant if size_bytes or everything else tenant or _unnamed(before), tier)
         if (size_bytes or everything) and tenant and not _has_tenant(client, before, tenant):
             if as_json:
                 click.echo(json.dumps(done, indent=2))
@@ -115,9 +134,11 @@ def evict(
             plan = _keys_plan(scope, tenant, names)
         else:
             plan = _bytes_plan(scope, tenant, size_bytes, everything=everything)
+        for request in plan.requests:
+            request.tier = TIERS[tier]
         if plan.much:
             whole = f", {percent(plan.share, 1)} of {plan.of}" if plan.blocks else ""
-            about = f"up to {count(plan.blocks)} blocks ({human_bytes(plan.size_bytes)}{whole})"
+            about = f"up to {count(plan.blocks)} {plan.what} ({human_bytes(plan.size_bytes)}{whole})"
             confirm(f"This drops {about}, and what is dropped is gone; leased and pinned blocks stay.", yes=yes)
         _carry_out(client, plan.requests, done)
         leasing = [] if as_json or not done["leased"] else _leasing(client.stats(), scope.tenant)
@@ -125,7 +146,7 @@ def evict(
         click.echo(json.dumps(done, indent=2))
     else:
         click.echo("\n".join(_sentences(done, leasing)))
-    if names and not done["blocks"] and not done["held"]:
+    if names and not (done["blocks"] or done["ssd_blocks"] or done["held"]):
         fail("none of these keys is here", EXIT_NOT_FOUND)
 
 
@@ -172,18 +193,33 @@ def _no_file(name: str, error: OSError) -> NoReturn:
 class Scope:
     """The blocks that a command is about: a tenant's, or everybody's."""
 
-    def __init__(self, stats: Mapping[str, Any], tenant: str) -> None:
+    def __init__(self, stats: Mapping[str, Any], tenant: str, tier: str) -> None:
         self.tenant = tenant
+        self.tier = tier
         self.of = f"those of tenant {tenant}" if tenant else "all"
-        self.pools = [pool for pool in stats["pools"] if tenant in ("", pool["tenant"])]
-        self.blocks = sum(pool["blocks"] for pool in self.pools)
-        self.size_bytes = sum(pool["blocks"] * pool["slot_bytes"] for pool in self.pools)
-        self.largest_slot = max((pool["slot_bytes"] for pool in self.pools if pool["blocks"]), default=0)
+        pools = [pool for pool in stats["pools"] if tenant in ("", pool["tenant"])] if tier != "ssd" else []
+        on_ssd, ssd_bytes, largest = _on_ssd(stats, tenant) if tier != "host" else (0, 0, 0)
+        self.blocks = sum(pool["blocks"] for pool in pools) + on_ssd
+        self.size_bytes = sum(pool["blocks"] * pool["slot_bytes"] for pool in pools) + ssd_bytes
+        self.largest_slot = max([largest, *(pool["slot_bytes"] for pool in pools if pool["blocks"])])
+        self.what = ("copies in memory and on the SSD" if pools else "copies on the SSD") if on_ssd else "blocks"
 
     def plan(
         self, requests: Sequence[pb.EvictRequest], blocks: int, size_bytes: int, *, always_ask: bool = False
     ) -> Plan:
-        return Plan(requests, blocks, size_bytes, self.of, blocks / max(self.blocks, 1), always_ask)
+        return Plan(requests, blocks, size_bytes, self.of, blocks / max(self.blocks, 1), always_ask, self.what)
+
+
+def _on_ssd(stats: Mapping[str, Any], tenant: str) -> tuple[int, int, int]:
+    """Blocks there and their bytes, and the largest: of a tenant, where its namespaces are all shown, else of all."""
+    ssd, found = stats.get("ssd"), stats["namespaces"]
+    if not ssd or not ssd["blocks"]:
+        return 0, 0, 0
+    own = [row for row in found if tenant in ("", row["tenant"]) and row["ssd_blocks"]]
+    largest = max((row["block_bytes"] for row in own), default=0)
+    if not tenant or sum(row["ssd_blocks"] for row in found) < ssd["blocks"]:
+        return ssd["blocks"], ssd["used_bytes"], largest
+    return sum(row["ssd_blocks"] for row in own), sum(row["ssd_blocks"] * row["block_bytes"] for row in own), largest
 
 
 def _namespace_plan(client: "Client", scope: Scope, tenant: str, prefix: bytes) -> Plan:
@@ -196,7 +232,8 @@ def _namespace_plan(client: "Client", scope: Scope, tenant: str, prefix: bytes) 
         fail(f"there is no namespace {prefix.hex()}{where}. {ELSE_LOOK['namespace']}", EXIT_NOT_FOUND)
     stats, slot_bytes = reply.namespace.stats, reply.namespace.pool.slot_bytes
     request = pb.EvictRequest(tenant=tenant, namespace=stats.digest)
-    return scope.plan([request], stats.blocks, stats.blocks * slot_bytes)
+    blocks = (stats.blocks if scope.tier != "ssd" else 0) + (stats.ssd_blocks if scope.tier != "host" else 0)
+    return scope.plan([request], blocks, blocks * slot_bytes)
 
 
 def _keys_plan(scope: Scope, tenant: str, keys: Sequence[bytes]) -> Plan:
@@ -205,7 +242,7 @@ def _keys_plan(scope: Scope, tenant: str, keys: Sequence[bytes]) -> Plan:
         pb.EvictRequest(tenant=tenant, keys=pb.EvictKeys(keys=keys[at : at + KEYS_MAX]))
         for at in range(0, len(keys), KEYS_MAX)
     ]
-    blocks = min(len(keys), scope.blocks)
+    blocks = min(len(keys) * (2 if scope.tier == "all" and scope.what != "blocks" else 1), scope.blocks)
     return scope.plan(requests, blocks, min(blocks * scope.largest_slot, scope.size_bytes))
 
 
@@ -267,6 +304,8 @@ def _sentences(done: Mapping[str, int], leasing: Sequence[str]) -> Iterator[str]
         f"freed {human_bytes(done['size_bytes'])}: {count(done['blocks'])} blocks dropped, "
         f"{left} because they are leased or pinned, {count(done['absent'])} not here"
     )
+    if done["ssd_blocks"]:
+        yield f"on the SSD: {count(done['ssd_blocks'])} blocks dropped ({human_bytes(done['ssd_bytes'])})"
     if done["pinned"]:
         yield (
             f"pinned: {count(done['pinned'])} ({human_bytes(done['pinned_bytes'])}), until the time of each pin is "

@@ -235,6 +235,7 @@ def _namespace(row: Row) -> Parts:
                 [
                     *_of(stats),
                     ("blocks", f"{count(stats['blocks'])} ({human_bytes(stats['blocks'] * stats['block_bytes'])})"),
+                    *([("on the SSD", _on_ssd(stats))] if stats.get("ssd_blocks") else []),
                     *[(name, count(row[name])) for name in ("leased", "pinned", "roots", "orphans")],
                     ("longest chain", count(row["deepest"] + 1 if stats["blocks"] else 0)),
                     ("last used", f"{human_seconds(row['idle_s'])} ago" if stats["blocks"] else "-"),
@@ -254,6 +255,10 @@ def _namespace(row: Row) -> Parts:
             ),
         ),
     ]
+
+
+def _on_ssd(stats: Row) -> str:
+    return f"{count(stats['ssd_blocks'])} ({human_bytes(stats['ssd_blocks'] * stats['block_bytes'])})"
 
 
 def _session(row: Row) -> Parts:

@@ -86,9 +86,12 @@ def sections(reply: Mapping[str, Any]) -> "Iterable[RenderableType]":
     """What is shown of a reply, one after another; what only a newer daemon counts is left out where it is not."""
     yield section("daemon", fields(_daemon(reply["daemon"])))
     yield section("host memory", fields(_host(reply["host"])))
+    if reply.get("ssd"):
+        yield section("SSD", fields(_ssd(reply["ssd"])))
+        yield section("to and from the SSD", rows(reply["ssd"]["queues"], QUEUE_COLUMNS))
     yield section("pools", rows(reply["pools"], POOL_COLUMNS))
     yield section("sessions", rows(reply["sessions"], SESSION_COLUMNS))
-    yield section(*_namespaces(reply["namespaces"]))
+    yield section(*_namespaces(reply["namespaces"], with_ssd=bool(reply.get("ssd"))))
     yield section("reuse", fields(_reuse(reply)))
     if reply.get("operations"):
         yield section("operations", rows([_operation(row) for row in reply["operations"]], OPERATION_COLUMNS))
@@ -109,6 +112,7 @@ def _daemon(row: Row) -> list[tuple[str, str]]:
         ("http", row.get("http") or "off"),
         ("own memory", human_bytes(row["rss_anon_bytes"])),
         ("state", "; ".join([health, *row["problems"]])),
+        *[("degraded", why) for why in row.get("degraded", ())],
     ]
 
 
@@ -127,12 +131,34 @@ def _host(row: Row) -> list[tuple[str, str]]:
     ]
 
 
-def _namespaces(found: Sequence[Row]) -> "tuple[str, RenderableType]":
+def _ssd(row: Row) -> list[tuple[str, str]]:
+    count_of = row["counters"]
+    share = f" ({percent(row['physical_bytes'], row['size_bytes'])})" if row["size_bytes"] else ""
+    return [
+        ("path", f"{row['path']} ({row['layout']})"),
+        ("state", f"OUT OF USE: {row['trouble']}" if row["trouble"] else row["state"]),
+        *([("cannot grow", row["no_file"])] if row["no_file"] else []),
+        ("direct I/O", f"no: {row['direct_refused']}" if row["direct_refused"] else "yes"),
+        ("size", human_bytes(row["size_bytes"])),
+        ("on the disk", human_bytes(row["physical_bytes"]) + share),
+        ("free there", human_bytes(row["free_bytes"])),
+        ("blocks", f"{count(row['blocks'])} ({human_bytes(row['used_bytes'])} of {human_bytes(row['file_bytes'])})"),
+        *([("set aside", f"{row['aside']}: look at them, then remove them")] if row["aside"] else []),
+        ("evicted", count(row["evicted"])),
+        ("waited for", count(row["tickets"])),
+        *[
+            (name.replace("_", " "), human_bytes(value) if name.endswith("_bytes") else count(value))
+            for name, value in count_of.items()
+        ],
+    ]
+
+
+def _namespaces(found: Sequence[Row], *, with_ssd: bool) -> "tuple[str, RenderableType]":
     """The largest; all are in the JSON."""
-    largest = sorted(found, key=lambda row: row["blocks"], reverse=True)[:NAMESPACES_SHOWN]
+    largest = sorted(found, key=lambda row: (row["blocks"], row.get("ssd_blocks", 0)), reverse=True)[:NAMESPACES_SHOWN]
     title = "namespaces" if len(found) == len(largest) else f"namespaces (the {len(largest)} largest of {len(found)})"
     shown = [{**row, "size_bytes": row["blocks"] * row["block_bytes"]} for row in largest]
-    return title, rows(shown, NAMESPACE_COLUMNS)
+    return title, rows(shown, (*NAMESPACE_COLUMNS, *(SSD_COLUMNS if with_ssd else ())))
 
 
 def hit_rate(counters: Row) -> str:
@@ -244,6 +270,15 @@ NAMESPACE_COLUMNS: Sequence[Column] = (
     ("block", "block_bytes", human_bytes),
     ("blocks", "blocks", count),
     ("bytes", "size_bytes", human_bytes),
+)
+SSD_COLUMNS: Sequence[Column] = (("on the SSD", "ssd_blocks", count),)
+QUEUE_COLUMNS: Sequence[Column] = (
+    ("kind", "kind", str),
+    ("waiting", "waiting", count),
+    ("bytes", "waiting_bytes", human_bytes),
+    ("running", "running", count),
+    ("refused", "refused", count),
+    ("moved", "moved_bytes", human_bytes),
 )
 TIME_COLUMNS: Sequence[Column] = (("mean", "mean", str), ("p50", "p50", str), ("p99", "p99", str))
 OPERATION_COLUMNS: Sequence[Column] = (

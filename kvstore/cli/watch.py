@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 RATES = {"stored": "puts/s", "hits": "hits/s", "misses": "misses/s", "evicted": "evictions/s"}
 """Counters whose growth is shown, in blocks a second, and what people call it."""
 
+SSD_RATES = {"written": "written to the SSD/s", "loaded": "loaded from it/s", "writes_dropped": "writes dropped/s"}
+"""The same of a daemon with an SSD tier."""
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -39,7 +42,8 @@ class Sample:
     note: str
     """What is not as it was: the daemon is away, or has restarted."""
     rates: dict[str, float] | None
-    """Growth a second of the counters in RATES since the sample before; None where there is none of the same life."""
+    """Growth a second of the counters in RATES, and with an SSD of those in SSD_RATES (as `ssd_...`), since the sample
+    before; None where there is none of the same life."""
     stats: Mapping[str, Any] | None
     """None while the daemon is away."""
 
@@ -67,6 +71,9 @@ class Sampler:
         if last["daemon"]["epoch"] != stats["daemon"]["epoch"]:
             return Sample(now, "the daemon has restarted: its counts begin anew", None, stats)
         grown = {name: stats["counters"][name] - last["counters"][name] for name in RATES}
+        if stats.get("ssd") and last.get("ssd"):
+            here, before = stats["ssd"]["counters"], last["ssd"]["counters"]
+            grown |= {f"ssd_{name}": here[name] - before[name] for name in SSD_RATES}
         return Sample(now, "", {f"{name}_per_s": count / took_s for name, count in grown.items()}, stats)
 
 
@@ -121,7 +128,12 @@ def _show_tables(sample: Sample) -> None:
 def _page(sample: Sample) -> "RenderableType":
     from rich.console import Group
 
-    rates = sample.rates or {}
-    shown = [(title, f"{rates[f'{name}_per_s']:,.1f}" if rates else "-") for name, title in RATES.items()]
+    rates, titles = sample.rates or {}, dict(RATES)
+    if sample.stats is not None and sample.stats.get("ssd"):
+        titles |= {f"ssd_{name}": title for name, title in SSD_RATES.items()}
+    shown = [
+        (title, f"{rate:,.1f}" if (rate := rates.get(f"{name}_per_s")) is not None else "-")
+        for name, title in titles.items()
+    ]
     head = [("at", sample.time), *([("note", plain(sample.note))] if sample.note else []), *shown]
     return Group(section("rates", fields(head)), *(sections(sample.stats) if sample.stats is not None else ()))

@@ -220,6 +220,15 @@ def _contradictions(effective: Effective) -> Iterator[tuple[tuple[str, ...], str
     if http == grpc and (values.host_and_port(http) or ("", 0))[1]:
         what = f"server.http = {_shown(http)} ({sources['server.http']})"
         yield ("server.grpc", "server.http"), f"{what} is server.grpc as well; allowed: another port"
+    ssd, state_dir = settings.ssd.path, settings.server.state_dir
+    if ssd is not None and (ssd == state_dir or ssd in state_dir.parents):
+        what = f"ssd.path = {_shown(str(ssd))} ({sources['ssd.path']})"
+        has = "is" if ssd == state_dir else "has in it"
+        yield (
+            ("ssd.path", "server.state_dir"),
+            f"{what} {has} server.state_dir ({state_dir}); allowed: a directory of the tier's own, such as "
+            f"{state_dir / 'ssd'}",
+        )
     yield from _open_doors(effective)
 
 

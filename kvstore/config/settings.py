@@ -17,6 +17,7 @@ from kvstore.config import values
 from kvstored.v1.endpoint import SOCKET_NAME, user_runtime_dir
 
 HOST_SIZE_BYTES_MIN = 1 << 20
+SSD_SIZE_BYTES_MIN = 64 << 20
 HUGE_PAGES_AUTO_BYTES = 64 << 30
 """Above this size `host.huge_pages = "auto"` is on: 4 KiB pages cost every client 2 MiB of page tables a GiB."""
 
@@ -44,6 +45,12 @@ def _host_size(size_bytes: int) -> int:
     if size_bytes < HOST_SIZE_BYTES_MIN:
         raise values.Refused("smaller than 1MiB")
     return size_bytes - size_bytes % values.PAGE_BYTES
+
+
+def _ssd_size(size_bytes: int) -> int:
+    if size_bytes < SSD_SIZE_BYTES_MIN:
+        raise values.Refused("smaller than 64MiB")
+    return size_bytes
 
 
 Size = Annotated[int, BeforeValidator(values.parse_size_bytes), PlainSerializer(values.format_size, when_used="json")]
@@ -122,20 +129,36 @@ class Host(Section):
     huge_pages: Literal["auto", "on", "off"] = Field(
         default="auto", description='"auto" (on above 64GiB), "on" or "off"'
     )
-    persist: Annotated[str, AfterValidator(_only("none", "memory that outlives the daemon is"))] = Field(
-        default="none", description='"none"'
+    persist: Annotated[str, BeforeValidator(values.parse_persist)] = Field(
+        default="none", description='"none", "fdstore" (of systemd), or the path of a directory on a tmpfs'
     )
+
+    @property
+    def persist_path(self) -> Path | None:
+        """The directory if `persist` is one."""
+        return None if self.persist in values.PERSIST_WORDS else Path(self.persist)
 
     @property
     def huge_pages_on(self) -> bool:
         """Whether the slab is to be made of huge pages."""
-        return self.huge_pages == "on" or (self.huge_pages == "auto" and self.size_bytes > HUGE_PAGES_AUTO_BYTES)
+        wanted = self.size_bytes > HUGE_PAGES_AUTO_BYTES and self.persist_path is None  # a tmpfs' files have none
+        return self.huge_pages == "on" or (self.huge_pages == "auto" and wanted)
 
 
 class Ssd(Section):
     """The tier on disk."""
 
-    path: Annotated[str, AfterValidator(_only("", "an SSD tier is"))] = Field(default="", description='"" (off)')
+    path: OptionalPath = Field(default=None, description='"" (off), or the path of a directory of the daemon\'s own')
+    size_bytes: Annotated[Size, AfterValidator(_ssd_size)] = Field(
+        default=64 << 30, alias="size", description=f"{SIZE}, at least 64MiB"
+    )
+    write_back: Annotated[str, AfterValidator(values.parse_write_back)] = Field(
+        default="through", description='"through", "evict", or "hits:N" with N from 1 to 65535'
+    )
+    layout: Literal["extents", "rocksdb"] = Field(default="extents", description='"extents" or "rocksdb"')
+    free_floor_bytes: Size = Field(
+        default=1 << 30, alias="free_floor", description=f"{SIZE}: what is left free on its file system"
+    )
 
 
 class Gpu(Section):

@@ -12,8 +12,11 @@ from fractions import Fraction
 from pathlib import Path
 
 PAGE_BYTES = 4096
+HITS_MAX = 65535
+"""Hits of a block are counted up to here."""
 SOCKET_PATH_BYTES_MAX = 107
 """Linux's sun_path holds 108 bytes with the final NUL."""
+PERSIST_WORDS = ("none", "fdstore")
 DURATION_S_MIN = 0.001
 DURATION_S_MAX = 24 * 3600.0
 
@@ -123,6 +126,13 @@ def parse_path(value: object) -> Path:
     return Path(text).absolute()
 
 
+def parse_persist(value: object) -> str:
+    """A word of PERSIST_WORDS, or an absolute path."""
+    if not isinstance(value, str) or (value not in PERSIST_WORDS and not value.startswith("/")):
+        raise Refused("neither of the words nor an absolute path")
+    return value if value in PERSIST_WORDS else str(parse_path(value))
+
+
 def parse_socket_path(value: object) -> Path:
     """An absolute path that fits into a Unix socket address."""
     path = parse_path(value)
@@ -200,3 +210,12 @@ def reached_by_others(address: str) -> str:
     if number.is_unspecified:
         return "open to every machine that reaches this one"
     return "" if number.is_loopback else "open to other machines"
+
+
+def parse_write_back(text: str) -> str:
+    """When blocks are written to the SSD."""
+    kind, _, hits = text.partition(":")
+    number = int(hits) if hits.isascii() and hits.isdecimal() else 0
+    if text in ("through", "evict") or (kind == "hits" and 1 <= number <= HITS_MAX):
+        return text
+    raise Refused("not a way to write back")

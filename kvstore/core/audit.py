@@ -281,13 +281,20 @@ def holders(store: "Store") -> None:
             segment.id << 32 | number: state
             for segment in table.live.values()
             for number, state in enumerate(segment.state)
+            if segment.id not in table.adopting
         }
     )
     unheld = [ref for ref, state in kept.items() if state in (GRANTED, QUARANTINED) and ref not in states]
     assert not unheld, f"slots granted to nobody: {unheld}"
     for tenant in store.tenants.values():
         pools = [pool for pool in table.pools.values() if pool.tenant == tenant.id]
-        held = sum((pool.granted + pool.quarantined + pool.leased) * pool.slot_bytes for pool in pools)
+        adopting = sum(
+            segment.state.count(GRANTED) * pool.slot_bytes
+            for pool in pools
+            for segment in pool.segments.values()
+            if segment.id in table.adopting
+        )
+        held = sum((pool.granted + pool.quarantined + pool.leased) * pool.slot_bytes for pool in pools) - adopting
         same(f"tenant {tenant.name}: bytes held", tenant.held_bytes, held)
 
 

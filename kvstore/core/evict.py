@@ -70,6 +70,9 @@ class Policy(Protocol):
         """About when the next victim was last used; 0 for an orphan or where one has to look again, infinity where all
         are held."""
 
+    def coldest(self, order: PoolOrder, blocks_max: int) -> list[int]:
+        """About the next victims, next one first, of so many looked at; held ones are left out. Changes nothing."""
+
     def walk(self, order: PoolOrder, which: int) -> list[int]:
         """Rows of one list, next victim first; for the audit."""
 
@@ -157,6 +160,18 @@ class LeafLru:
             if row != NONE:
                 return 0.0 if which == ORPHAN else self._table.used[row]
         return float("inf")
+
+    def coldest(self, order: PoolOrder, blocks_max: int) -> list[int]:
+        found: list[int] = []
+        for which in (ORPHAN, LEAF, INNER):
+            head = order.heads[which]
+            row = self._after[head]
+            while row != head and blocks_max:
+                blocks_max -= 1
+                if not self._table.held(row):
+                    found.append(row)
+                row = self._after[row]
+        return found
 
     def walk(self, order: PoolOrder, which: int) -> list[int]:
         rows, head = [], order.heads[which]

@@ -78,6 +78,8 @@ class Session:
     pid: int
     nonce: int
     opened: float
+    born: int = 0
+    """When its process started, in ticks since boot; 0 where nobody asked (memory ends with the daemon)."""
     granted: dict[int, float] = field(default_factory=dict)
     """Slot reference -> when the reservation expires (infinity for local sessions)."""
     leased: dict[int, int] = field(default_factory=dict)
@@ -92,6 +94,8 @@ class Session:
     """How often it asked to give slots or leases back. What was granted before may be another's since."""
     committed: float = INFINITY
     """When it last stored a block; infinity before."""
+    half_written: set[int] = field(default_factory=set)
+    """Of `granted`: reserved of a daemon before this one. They can be given back, and not be committed."""
     ended: bool = False
     """The socket is gone, the process is not: what it held is quarantined."""
     detach: set[int] = field(default_factory=set)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvstore.core import refusals
+from kvstore.core.adopt import unrecorded
 from kvstore.core.block import NONE, BlockTable
 from kvstore.core.evict import PoolOrder
 from kvstore.core.holds import TENANTS_MAX, Namespace, Tenant
@@ -56,14 +57,15 @@ class Probe:
         """
         pools = self._pools()
         free = next((pool for pool in pools if pool.free), None)
-        if free is not None:
-            with self._slot(free) as trial:
-                yield trial
-        elif self.store.segments.unowned and (pools or not self.store.segments.pools):
-            with self._lent() as trial:
-                yield trial
-        else:
-            yield self._evictable(pools)
+        with unrecorded(self.store):  # a daemon that is killed here has put nothing there
+            if free is not None:
+                with self._slot(free) as trial:
+                    yield trial
+            elif self.store.segments.unowned and (pools or not self.store.segments.pools):
+                with self._lent() as trial:
+                    yield trial
+            else:
+                yield self._evictable(pools)
 
     def commit(self, trial: Trial, now: float) -> int:
         """Makes the slot a visible block, as a put does; answers its row."""

@@ -3,14 +3,22 @@
 What is held (a lease, a pin) stays and is counted. Each function is one bounded step that
 leaves every invariant true; whoever calls it again for the rest gives the loop a turn in
 between, and blocks that are committed meanwhile may or may not go.
+
+With an SSD: in one tier alone, by its store, or everywhere (`Both`). Everywhere, a block that is
+held stays in both; what only moves (is being written or loaded) is not held, and its move
+comes to nothing, so that what is gone does not come back.
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
 
 from kvstore.core.block import NONE, PINNED, SEALED
+from kvstore.core.carrier import Carrier
 from kvstore.core.holds import Namespace, Tenant
+from kvstore.core.link import Link
 from kvstore.core.segments import Pool
 from kvstore.core.store import Store
 
@@ -34,6 +42,9 @@ class Reclaimed:
     leased_bytes: int = 0
     absent: int = 0
     """Keys that are not here."""
+    ssd_blocks: int = 0
+    """Copies that were dropped from the SSD; `blocks` are those of memory."""
+    ssd_bytes: int = 0
 
     def keep(self, slot_bytes: int, *, pinned: bool, leased: bool) -> None:
         """One block stays."""
@@ -116,11 +127,165 @@ def _pools(store: Store, tenant: Tenant | None) -> Iterator[Pool]:
 
 
 def _drop_unheld(store: Store, row: int, done: Reclaimed) -> None:
-    table, slot_bytes = store.table, store.tree.pool_of(row).slot_bytes
+    table = store.table
     if table.held(row):
-        done.keep(slot_bytes, pinned=table.marks[row] & PINNED > 0, leased=table.leases[row] > 0)
-        return
+        _keep(store, row, done, leased=table.leases[row] > 0)
+    else:
+        _drop(store, row, done)
+
+
+def _keep(store: Store, row: int, done: Reclaimed, *, leased: bool) -> None:
+    done.keep(store.tree.pool_of(row).slot_bytes, pinned=store.table.marks[row] & PINNED > 0, leased=leased)
+
+
+def _drop(store: Store, row: int, done: Reclaimed) -> None:
     done.blocks += 1
-    done.size_bytes += slot_bytes
+    done.size_bytes += store.tree.pool_of(row).slot_bytes
     store.counts.evicted_asked += 1
     store.tree.drop(row)
+
+
+Step = Callable[[int, int, Reclaimed], int | None]
+"""From which row, how many; answers where to go on, None at the end."""
+
+
+class Tiers(Protocol):
+    """Where blocks are dropped: in one tier, or in both. Tenants and namespaces are memory's."""
+
+    def keys_step(self, tenant: Tenant, keys: Sequence[bytes], done: Reclaimed) -> None: ...
+    def rows_steps(self, tenant: Tenant | None, namespace: Namespace | None) -> Sequence[Step]:
+        """Walks to be made one after another."""
+
+    def bytes_step(self, tenant: Tenant | None, size_bytes: int, blocks_max: int, done: Reclaimed) -> bool: ...
+    def sums(self, done: Reclaimed) -> Reclaimed:
+        """What all steps together have done, by tier."""
+
+
+class InMemory:
+    """Memory alone: what the SSD has stays there."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def keys_step(self, tenant: Tenant, keys: Sequence[bytes], done: Reclaimed) -> None:
+        keys_step(self._store, tenant, keys, done)
+
+    def rows_steps(self, tenant: Tenant | None, namespace: Namespace | None) -> Sequence[Step]:
+        return [partial(rows_step, self._store, tenant, namespace)]
+
+    def bytes_step(self, tenant: Tenant | None, size_bytes: int, blocks_max: int, done: Reclaimed) -> bool:
+        return bytes_step(self._store, tenant, size_bytes, blocks_max, done)
+
+    def sums(self, done: Reclaimed) -> Reclaimed:
+        return done
+
+
+class OnSsd:
+    """The SSD alone: what memory has stays there. A copy that is being read counts as leased."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def keys_step(self, tenant: Tenant, keys: Sequence[bytes], done: Reclaimed) -> None:
+        of = self._link.joined.disk_tenants.get(tenant.id)
+        if of is None:
+            done.absent += len(keys)
+        else:
+            keys_step(self._link.disk, of, keys, done)
+
+    def rows_steps(self, tenant: Tenant | None, namespace: Namespace | None) -> Sequence[Step]:
+        joined = self._link.joined
+        of = joined.disk_tenants.get(tenant.id) if tenant is not None else None
+        only = joined.disk_of.get(namespace.id) if namespace is not None else None
+        if (tenant is not None and of is None) or (namespace is not None and only is None):
+            return []  # nothing of it was ever on the SSD
+        return [partial(rows_step, self._link.disk, of, only)]
+
+    def bytes_step(self, tenant: Tenant | None, size_bytes: int, blocks_max: int, done: Reclaimed) -> bool:
+        of = self._link.joined.disk_tenants.get(tenant.id) if tenant is not None else None
+        if tenant is not None and of is None:
+            return False
+        return bytes_step(self._link.disk, of, size_bytes, blocks_max, done)
+
+    def sums(self, done: Reclaimed) -> Reclaimed:
+        return replace(done, blocks=0, size_bytes=0, ssd_blocks=done.blocks, ssd_bytes=done.size_bytes)
+
+
+class Both:
+    """Memory and the SSD at once: each block goes from both, or stays in both."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def keys_step(self, tenant: Tenant, keys: Sequence[bytes], done: Reclaimed) -> None:
+        on_disk = self._link.joined.disk_tenants.get(tenant.id)
+        for key in keys:
+            row = tenant.rows.get(key, NONE)
+            disk_row = on_disk.rows.get(key, NONE) if on_disk is not None else NONE
+            if row == NONE and disk_row == NONE:
+                done.absent += 1
+            else:
+                self._drop(row, disk_row, done)
+
+    def rows_steps(self, tenant: Tenant | None, namespace: Namespace | None) -> Sequence[Step]:
+        return [partial(self._memory_step, tenant, namespace), partial(self._disk_step, tenant, namespace)]
+
+    def bytes_step(self, tenant: Tenant | None, size_bytes: int, blocks_max: int, done: Reclaimed) -> bool:
+        """Bytes are freed where they are short: in memory, until a caller names the SSD."""
+        return bytes_step(self._link.memory, tenant, size_bytes, blocks_max, done)
+
+    def sums(self, done: Reclaimed) -> Reclaimed:
+        return done
+
+    def _memory_step(
+        self, tenant: Tenant | None, namespace: Namespace | None, start: int, rows_max: int, done: Reclaimed
+    ) -> int | None:
+        memory, link = self._link.memory, self._link
+        table, stop = memory.table, min(start + rows_max, len(memory.table))
+        for row in range(start, stop):
+            if table.state[row] != SEALED:
+                continue
+            owner = memory.namespaces[table.namespace[row] - 1]
+            if namespace in (None, owner) and tenant in (None, owner.tenant):
+                self._drop(row, link.disk_row((owner.id, table.key[row] or b"")), done)
+        return stop if stop < len(table) else None
+
+    def _disk_step(
+        self, tenant: Tenant | None, namespace: Namespace | None, start: int, rows_max: int, done: Reclaimed
+    ) -> int | None:
+        """What only the SSD has; what memory has as well has been met there, and stays."""
+        disk, link = self._link.disk, self._link
+        table, stop = disk.table, min(start + rows_max, len(disk.table))
+        for row in range(start, stop):
+            if table.state[row] != SEALED:
+                continue
+            owner = link.joined.memory_of[table.namespace[row]]
+            if namespace not in (None, owner) or tenant not in (None, owner.tenant):
+                continue
+            if link.memory_row((owner.id, table.key[row] or b"")) == NONE:
+                self._drop(NONE, row, done)
+        return stop if stop < len(table) else None
+
+    def _drop(self, row: int, disk_row: int, done: Reclaimed) -> None:
+        """One block; NONE in a tier that does not have it."""
+        memory, disk = self._link.memory, self._link.disk
+        leased = row != NONE and _leases(memory, self._link.on_memory, row) > 0
+        if row != NONE and (leased or memory.table.marks[row] & PINNED):
+            _keep(memory, row, done, leased=leased)
+            return
+        if disk_row != NONE and disk.table.marks[disk_row] & PINNED:
+            _keep(disk, disk_row, done, leased=False)
+            return
+        if row != NONE:
+            _drop(memory, row, done)
+        if disk_row != NONE:
+            on_disk = Reclaimed()
+            _drop(disk, disk_row, on_disk)
+            done.ssd_blocks += on_disk.blocks
+            done.ssd_bytes += on_disk.size_bytes
+
+
+def _leases(store: Store, carrier: Carrier, row: int) -> int:
+    """Leases of a block but for those of what moves it."""
+    tenant = store.namespaces[store.table.namespace[row] - 1].tenant
+    return store.table.leases[row] - carrier.holds(tenant, store.table.place[row])

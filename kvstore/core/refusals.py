@@ -100,6 +100,9 @@ def too_many_holds(session: Session, more: int) -> str:
     )
 
 
+NO_LEDGER_ROOM = "there is no memory left to write down who holds what (host.persist): release some, or free memory"
+
+
 def check_leases(session: Session, more: int) -> None:
     """Holds on one slot are counted too, not only slots."""
     if more > session.holds_left:
@@ -137,5 +140,9 @@ def check_commit(
             raise InvalidArgument("a block cannot be its own parent")
         if ref not in granted:
             raise FailedPrecondition(f"slot {ref:#x} is not granted to this session (expired, or never was)")
+        if ref in session.half_written:
+            raise FailedPrecondition(
+                f"slot {ref:#x} was reserved of a daemon before this one: give it back (abort) and reserve anew"
+            )
         if live[ref >> 32].pool is not pool:
             raise InvalidArgument(f"slot {ref:#x} is not of {pool.block_bytes} bytes as this namespace needs")

@@ -70,6 +70,11 @@ class Room:
         """Memory is on its way: being prefaulted, emptied or looked for, or waiting for old holders to unmap it."""
         return bool(self._segments.making or self._taking or self._looking) or self._segments.drain_bytes > 0
 
+    @property
+    def busy(self) -> bool:
+        """Segments are being emptied."""
+        return bool(self._taking)
+
     def make(self, pool: Pool, slots: int, *, evict: bool = True, keep_since: float = INFINITY) -> None:
         """Tries to have `slots` free slots in `pool`; there may be fewer.
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from kvstore.core.evict import PoolOrder
+from kvstore.core.ledger import Ledger
 from kvstored.v1.shm import slot_ref
 
 PAGE_BYTES = 4096
@@ -119,7 +120,8 @@ class Segment:
 class SegmentTable:
     """Every segment, every pool, and the balance of the slab's bytes."""
 
-    def __init__(self, size_bytes: int, huge_pages: bool) -> None:
+    def __init__(self, size_bytes: int, huge_pages: bool, *, lazily: bool = False) -> None:
+        """`lazily`: segments are made when a pool wants one, not all at the start."""
         self.size_bytes = size_bytes
         self.huge_pages = huge_pages
         self.page_bytes = HUGE_PAGE_BYTES if huge_pages else PAGE_BYTES
@@ -146,11 +148,29 @@ class SegmentTable:
         self.starved = False
         """The last attempt to make a segment found no memory."""
         self.jobs: list[Job] = []
+        self.none_made = False
+        """Set by whoever makes segments, while there is no use in asking for one: what is there has to do."""
+        self.adopting: set[int] = set()
+        """Segments of an earlier life whose blocks are being put back: their slots are granted to nobody."""
+        self.ledger: Ledger | None = None
         self._last_id = 0
+        if not lazily:
+            self.make_all()
+
+    # -- segments
+
+    def make_all(self) -> None:
+        """Asks for ordinary segments of all memory that is spare; they are for anybody."""
         while self.spare_bytes >= self.segment_bytes:
             self._make(self.segment_bytes, None)
 
-    # -- segments
+    def take_back(self) -> None:
+        """Undoes `make_all`, before anybody has begun to make any: segments of an earlier life are to come first."""
+        assert not self.live, "segments are there already"
+        self.spare_bytes = self.size_bytes
+        self.making.clear()
+        self.jobs.clear()
+        self._last_id = 0
 
     def made(self, segment: int) -> Segment:
         """The memory of a `MakeSegment` job is there: the pool that asked has it, else whoever is first."""
@@ -161,6 +181,48 @@ class SegmentTable:
         if pool is not None:
             self.assign(made, pool)
         return made
+
+    def adopt(self, segment: int, size_bytes: int, pool: Pool) -> None:
+        """A segment that was there before this life of the daemon: all its slots are taken until `adopted`.
+
+        The bytes come out of what is spare, which the caller has seen to be enough.
+        """
+        assert segment not in self.live, f"segment {segment} is live already"
+        assert segment not in self.making, f"segment {segment} is being made"
+        assert size_bytes <= self.spare_bytes, f"{size_bytes} bytes adopted, {self.spare_bytes} spare"
+        self.spare_bytes -= size_bytes
+        self._last_id = max(self._last_id, segment)
+        adopted = self.live[segment] = self.unowned[segment] = Segment(segment, size_bytes)
+        self.assign(adopted, pool)
+        count = len(adopted.state)
+        adopted.state[:] = bytes([GRANTED]) * count
+        adopted.free = array("I")
+        adopted.held += count
+        pool.free -= count
+        pool.granted += count
+        del pool.open[segment]
+        self.adopting.add(segment)
+
+    def adopt_unowned(self, segment: int, size_bytes: int) -> None:
+        """The same of one that was nobody's."""
+        assert segment not in self.live, f"segment {segment} is live already"
+        assert size_bytes <= self.spare_bytes, f"{size_bytes} bytes adopted, {self.spare_bytes} spare"
+        self.spare_bytes -= size_bytes
+        self._last_id = max(self._last_id, segment)
+        self.live[segment] = self.unowned[segment] = Segment(segment, size_bytes)
+
+    def adopted(self, segment: int) -> None:
+        """Every block that was in it has been put into its slot: the others are free."""
+        self.adopting.remove(segment)
+        first = slot_ref(segment, 0)
+        state = self.live[segment].state
+        for number in range(len(state) - 1, -1, -1):
+            if state[number] == GRANTED:
+                self.free_slot(first + number)
+
+    def never_make(self, below: int) -> None:
+        """Numbers up to this one are of segments that may still be there."""
+        self._last_id = max(self._last_id, below)
 
     def failed(self, segment: int) -> None:
         """A `MakeSegment` job found no memory: its bytes stay out of use until somebody asks again."""
@@ -187,7 +249,7 @@ class SegmentTable:
     @property
     def idle_bytes(self) -> int:
         """Memory in no pool, made or not."""
-        return self.spare_bytes + sum(segment.size_bytes for segment in self.unowned.values())
+        return self.spare_bytes * (not self.none_made) + sum(segment.size_bytes for segment in self.unowned.values())
 
     @property
     def drain_bytes(self) -> int:
@@ -274,6 +336,8 @@ class SegmentTable:
         pool.segments[segment.id] = pool.open[segment.id] = segment
         pool.slots += count
         pool.free += count
+        if self.ledger is not None:
+            self.ledger.assigned(segment.id, pool.tenant, pool.block_bytes, count)
 
     def unassign(self, segment: Segment) -> None:
         """Undoes `assign`: a segment that was nobody's, and that no session has seen since, is nobody's again."""

@@ -8,12 +8,14 @@ are those of the wire (kvstored.v1.errors), and a call that raises has changed n
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
-from kvstore.core import audit, holds, refusals
+from kvstore.core import audit, holds, leaving, refusals
 from kvstore.core.block import HINTED, NONE, PINNED, SEALED, BlockTable
 from kvstore.core.conversations import Conversations
 from kvstore.core.counts import Counts
 from kvstore.core.evict import POLICIES, PoolOrder
 from kvstore.core.holds import INFINITY, Namespace, Session, Tenant
+from kvstore.core.ledger import GRANT, LEASE, NO_LEDGER, UNGRANT, UNLEASE, Ledger
+from kvstore.core.moves import Watcher
 from kvstore.core.room import Room
 from kvstore.core.segments import PAGE_BYTES, Job, Pool, SegmentTable, pages
 from kvstore.core.tree import IndexPort, PrefixTree
@@ -32,9 +34,12 @@ STORED, EXISTS, REJECTED = int(pb.STORED), int(pb.EXISTS), int(pb.REJECTED)
 class Store:
     """All tenants' blocks in one slab."""
 
-    def __init__(self, size_bytes: int, index: IndexPort, *, policy: str = "lru", huge_pages: bool = False) -> None:
+    def __init__(
+        self, size_bytes: int, index: IndexPort, *, policy: str = "lru", huge_pages: bool = False, lazily: bool = False
+    ) -> None:
+        """`lazily`: memory is asked for when it is needed, not all at the start."""
         self.table = BlockTable()
-        self.segments = SegmentTable(size_bytes, huge_pages)
+        self.segments = SegmentTable(size_bytes, huge_pages, lazily=lazily)
         self.policy = POLICIES[policy](self.table)
         self.room = Room(self.table, self.segments, self.policy, self._evict)
         self.tenants: dict[str, Tenant] = {}
@@ -43,6 +48,8 @@ class Store:
         self.counts = Counts()
         self.conversations = Conversations(self.counts, self.table.forget_conversations)
         self.tree = PrefixTree(self.table, self.segments, self.policy, index, self.namespaces)
+        self.watcher: Watcher | None = None
+        self.ledger: Ledger = NO_LEDGER
         self._last_session = 0
 
     # -- tenants, namespaces, sessions
@@ -54,6 +61,7 @@ class Store:
             if len(self.tenants) >= holds.TENANTS_MAX:
                 raise ResourceExhausted(f"{holds.TENANTS_MAX} tenants exist already; {name!r} would be one more")
             found = self.tenants[name] = Tenant(len(self.tenants), name)
+            self.ledger.tenant(found)
         return found
 
     def open_namespace(
@@ -74,7 +82,9 @@ class Store:
                     f"namespace {digest.hex()[:12]} ({found.label}) has blocks of {found.block_tokens} tokens, "
                     f"not {block_tokens}"
                 )
-            found.block_tokens = block_tokens or found.block_tokens
+            if block_tokens and not found.block_tokens:
+                found.block_tokens = block_tokens
+                self.ledger.namespace(found)
             return found
         largest = self.segments.size_bytes // self.segments.page_bytes * self.segments.page_bytes
         if not 1 <= block_bytes <= min(largest, 0xFFFFFFFF):
@@ -85,6 +95,7 @@ class Store:
         if len(self.namespaces) >= holds.NAMESPACES_MAX:
             raise ResourceExhausted(f"{holds.NAMESPACES_MAX} namespaces exist already")
         found = Namespace(len(self.namespaces) + 1, tenant, digest, block_bytes, label, block_tokens)
+        self.ledger.namespace(found)
         self.namespaces.append(found)
         tenant.namespaces[digest] = found
         return found
@@ -101,13 +112,23 @@ class Store:
         )
 
     def open_session(
-        self, tenant: Tenant, client: str, now: float, *, local: bool, read_only: bool, pid: int, nonce: int
+        self,
+        tenant: Tenant,
+        client: str,
+        now: float,
+        *,
+        local: bool,
+        read_only: bool,
+        pid: int,
+        nonce: int,
+        born: int = 0,
     ) -> Session:
         """A new session, holding nothing."""
         if len(self.sessions) >= holds.SESSIONS_MAX:
             raise ResourceExhausted(f"{holds.SESSIONS_MAX} sessions are open already")
         self._last_session += 1
-        session = Session(self._last_session, tenant, client, local, read_only, pid, nonce, now)
+        session = Session(self._last_session, tenant, client, local, read_only, pid, nonce, now, born)
+        self.ledger.opened(session)
         self.sessions[session.id] = session
         self.counts.sessions_opened += 1
         return session
@@ -118,17 +139,7 @@ class Store:
         Called again when the process of a session that ended before it is gone too; once
         nothing is left of a session, a further call does nothing.
         """
-        if session.id not in self.sessions:
-            return
-        if not session.ended:
-            session.ended = True
-            session.recall = False
-            self.counts.sessions_ended += 1
-            self.segments.silent.add(session.id)
-            for ref in session.granted:
-                self.segments.quarantine_slot(ref)
-        if process_gone:
-            self._forget(session, keep_leased={}, keep_granted=set(), heir=None)
+        leaving.end(self, session, process_gone=process_gone)
 
     def resume(self, old: Session, heir: Session, leased: Sequence[int], granted: Sequence[int]) -> None:
         """The process of `old` attached again as `heir` and says what it still uses; the rest is free.
@@ -137,49 +148,7 @@ class Store:
         by a call whose answer never arrived, and its next Commit answers FailedPrecondition.
         A lease that was never there is an error: whoever looks at that slot must stop.
         """
-        if old.tenant is not heir.tenant or old.id not in self.sessions:
-            raise FailedPrecondition("there is no such session of this tenant to resume")
-        if leased or granted:
-            refusals.check_may_hold(heir)
-        keep_leased: dict[int, int] = {}
-        for ref in leased:
-            keep_leased[ref] = keep_leased.get(ref, 0) + 1
-        for ref, count in keep_leased.items():
-            if count > old.leased.get(ref, 0):
-                raise InvalidArgument(f"the resumed session did not hold slot {ref:#x} {count} times")
-        refusals.check_leases(heir, len(leased))
-        self.end_session(old, process_gone=False)
-        self._forget(old, keep_leased, set(granted), heir)
-
-    def _forget(self, old: Session, keep_leased: dict[int, int], keep_granted: set[int], heir: Session | None) -> None:
-        segments = self.segments
-        for ref in old.granted:
-            pool = self._pool_at(ref)
-            old.tenant.held_bytes -= pool.slot_bytes
-            if heir is not None and ref in keep_granted:
-                segments.unquarantine_slot(ref)
-                heir.grant([ref], pool.block_bytes, pool.slot_bytes, INFINITY)
-                segments.live[ref >> 32].sessions.add(heir.id)
-            else:
-                segments.free_slot(ref)
-        ended: dict[int, int] = {}
-        for ref, count in old.leased.items():
-            kept = keep_leased.get(ref, 0)
-            if kept and heir is not None:
-                if ref not in heir.leased:
-                    heir.held_bytes += self._pool_at(ref).slot_bytes
-                heir.leased[ref] = heir.leased.get(ref, 0) + kept
-                heir.leases += kept
-                segments.live[ref >> 32].sessions.add(heir.id)
-            if count > kept:
-                ended[ref] = count - kept
-        self.tree.unlease(old.tenant, ended)
-        old.granted.clear()
-        old.granted_of.clear()
-        old.leased.clear()
-        old.held_bytes = old.leases = 0
-        segments.forget_session(old.id)
-        del self.sessions[old.id]
+        leaving.resume(self, old, heir, leased, granted)
 
     # -- writing
 
@@ -205,10 +174,10 @@ class Store:
             raise InvalidArgument(f"count {count} is not between 1 and {holds.RESERVE_SLOTS_MAX}")
         refusals.check_may_hold(session)
         pool = self.pool(namespace)
-        allowed = min(count, self._allowed(session, pool))
+        allowed = min(count, self.allowed(session, pool))
         if allowed < 1:
             self._refuse_hold(session, pool, 1)
-        refs = self._take(session, pool, allowed, expires)
+        refs = self.take(session, pool, allowed, expires)
         if not refs:
             self._refuse(refusals.no_slot(pool, self.segments, pending=self.room.pending), self.sessions.values())
         return refs
@@ -224,8 +193,8 @@ class Store:
         want = min(want, self.grant_max(pool) - session.granted_of.get(pool.block_bytes, 0))
         if want < 1:
             return []
-        allowed = min(want, self._allowed(session, pool))
-        return self._take(session, pool, allowed, INFINITY, evict=False) if allowed > 0 else []
+        allowed = min(want, self.allowed(session, pool))
+        return self.take(session, pool, allowed, INFINITY, evict=False) if allowed > 0 else []
 
     def commit(
         self,
@@ -240,6 +209,30 @@ class Store:
         conversation: str = "",
     ) -> list[int]:
         """Makes written slots visible, one step a block; results as the contract's CommitResult."""
+        results, new, known = self.place(session, namespace, keys, refs, parents, depths, now, ttl_s)
+        number, column = self.conversations.seen(namespace.tenant.name, conversation), self.table.conversation
+        for row in (*new, *known) if number else new:
+            column[row] = number
+        if self.watcher is not None:
+            self.watcher.stored(new, known)
+        counts = self.counts
+        counts.stored += len(new)
+        counts.existing += len(known)
+        counts.rejected += len(results) - len(new) - len(known)
+        return results
+
+    def place(
+        self,
+        session: Session,
+        namespace: Namespace,
+        keys: Sequence[bytes],
+        refs: Sequence[int],
+        parents: Sequence[bytes],
+        depths: Sequence[int],
+        now: float,
+        ttl_s: float = 0.0,
+    ) -> tuple[list[int], list[int], list[int]]:
+        """`commit` without telling anybody or counting: results, rows of new blocks, rows of those that were here."""
         pool = self.pool(namespace)
         refusals.check_commit(session, self.segments, pool, keys, refs, parents, depths, ttl_s)
         tenant, granted, seal = namespace.tenant, session.granted, self.tree.seal
@@ -258,21 +251,15 @@ class Store:
             else:
                 results.append(REJECTED)
         session.ungranted(len(new), pool.block_bytes, pool.slot_bytes)
+        if self.ledger is not NO_LEDGER and new:
+            self.ledger.holds(session, UNGRANT, list(map(self.table.place.__getitem__, new)))
         session.committed = now
         self.tree.list_new(pool, new, now)
         if known:
             self.tree.touch(known, now)
-        number, column = self.conversations.seen(tenant.name, conversation), self.table.conversation
-        for row in (*new, *known) if number else new:
-            column[row] = number
-        if ttl_s:
-            for row in new:
-                self.tree.set_until(row, HINTED, now + ttl_s)
-        counts = self.counts
-        counts.stored += len(new)
-        counts.existing += len(known)
-        counts.rejected += len(results) - len(new) - len(known)
-        return results
+        for row in new if ttl_s else ():
+            self.tree.set_until(row, HINTED, now + ttl_s)
+        return results, new, known
 
     def abort(self, session: Session, refs: Sequence[int]) -> None:
         """Gives granted slots back; the client writes to them no more."""
@@ -280,10 +267,12 @@ class Store:
         if len(set(refs)) != len(refs) or not session.granted.keys() >= set(refs):
             raise InvalidArgument("a slot that this session was not granted (or named twice) cannot be given back")
         for ref in refs:
-            pool = self._pool_at(ref)
+            pool = self.pool_at(ref)
             del session.granted[ref]
             session.ungranted(1, pool.block_bytes, pool.slot_bytes)
             self.segments.free_slot(ref)
+        session.half_written.difference_update(refs)
+        self.ledger.holds(session, UNGRANT, refs)
 
     # -- reading
 
@@ -305,6 +294,8 @@ class Store:
         if not rows:
             return []
         refusals.check_leases(session, len(rows))
+        if not self.ledger.has_room(session, len(rows)):
+            raise ResourceExhausted(refusals.NO_LEDGER_ROOM)
         place, leases, leased = self.table.place, self.table.leases, session.leased
         pool = self.pool(namespace)
         refs = list(map(place.__getitem__, rows))
@@ -321,8 +312,11 @@ class Store:
         else:
             for ref in refs:
                 leased[ref] = leased.get(ref, 0) + 1
+        self.ledger.holds(session, LEASE, refs)
         self.tree.lease(rows, namespace.tenant, pool)
         self.tree.touch(rows, now)
+        if self.watcher is not None:
+            self.watcher.used(rows)
         return refs
 
     def release(self, session: Session, refs: Sequence[int]) -> None:
@@ -346,10 +340,11 @@ class Store:
                 continue
             del leased[ref]
             if ref >> 32 != number:
-                number, slot_bytes = ref >> 32, self._pool_at(ref).slot_bytes
+                number, slot_bytes = ref >> 32, self.pool_at(ref).slot_bytes
             session.held_bytes -= slot_bytes
         session.leases -= len(refs)
         self.tree.unlease(session.tenant, counted)
+        self.ledger.holds(session, UNLEASE, refs)
 
     def touch(self, tenant: Tenant, keys: Sequence[bytes], now: float, conversation: str = "") -> None:
         """Blocks were used, by that conversation if any; those that are gone meanwhile are skipped."""
@@ -357,6 +352,8 @@ class Store:
         rows = [row for key in keys if (row := get(key)) is not None]
         self.tree.hit(rows)
         self.tree.touch(rows, now)
+        if self.watcher is not None:
+            self.watcher.used(rows)
         number = self.conversations.seen(tenant.name, conversation)
         for row in rows if number else ():
             self.table.conversation[row] = number
@@ -456,15 +453,19 @@ class Store:
             self.counts.evicted_inner += 1
         self.tree.drop(row)
 
-    def _take(self, session: Session, pool: Pool, count: int, expires: float, *, evict: bool = True) -> list[int]:
+    def take(self, session: Session, pool: Pool, count: int, expires: float, *, evict: bool = True) -> list[int]:
+        """Grants up to `count` slots, which the session is allowed; there may be fewer."""
+        if not self.ledger.has_room(session, count):
+            return []
         if pool.free < count:
             self.room.make(pool, count, evict=evict, keep_since=session.committed)
         refs = self.segments.take_slots(pool, min(count, pool.free))
         if refs:
             session.grant(refs, pool.block_bytes, pool.slot_bytes, expires)
+            self.ledger.holds(session, GRANT, refs)
         return refs
 
-    def _allowed(self, session: Session, pool: Pool) -> int:
+    def allowed(self, session: Session, pool: Pool) -> int:
         """Further slots of this pool that the session may be granted."""
         return min(
             refusals.own_limit(session, self.segments, pool.slot_bytes),
@@ -486,7 +487,8 @@ class Store:
                 session.recall = True
         raise ResourceExhausted(why)
 
-    def _pool_at(self, ref: int) -> Pool:
+    def pool_at(self, ref: int) -> Pool:
+        """The pool of a slot that is granted or holds a block."""
         pool = self.segments.live[ref >> 32].pool
         assert pool is not None
         return pool

@@ -14,6 +14,7 @@ from kvstore.core.block import HINTED, HITS_MAX, MISSING, NONE, PINNED, SEALED, 
 from kvstore.core.evict import Policy, PoolOrder
 from kvstore.core.families import DEPTH_MAX, Families
 from kvstore.core.holds import Namespace, Tenant
+from kvstore.core.ledger import Ledger
 from kvstore.core.segments import Pool, Segment, SegmentTable
 
 RECENT_S = 1.0
@@ -74,6 +75,9 @@ class PrefixTree:
         self.families = Families(table, segments, policy)
         self.climbs: dict[int, None] = {}
         """Where to go on marking what calls did not get to: it and all it hangs from were used."""
+        self.ledger: Ledger | None = None
+        self.used_rows: set[int] = set()
+        """Of these the ledger does not know yet when they were used."""
         self._index = index
         self._namespaces = namespaces
 
@@ -101,6 +105,8 @@ class PrefixTree:
         if awaited:
             self.families.come(row)
         namespace.blocks += 1
+        if self.ledger is not None:
+            self.ledger.sealed(ref, key, parent_key, namespace.id, table.depth[row], now, now)
         offset = (ref & 0xFFFFFFFF) * pool.slot_bytes
         self._index.publish(tenant.id, key, ref, offset, namespace.block_bytes, namespace.id)
         return row
@@ -153,6 +159,8 @@ class PrefixTree:
                 above.append(parent[row])
         if order is not None:
             self.policy.touch(order, moved)
+        if self.ledger is not None:
+            self.used_rows.update(rows)
         return above
 
     def _climb(self, rows: Sequence[int], now: float, blocks_max: int | None = None) -> int:
@@ -186,6 +194,8 @@ class PrefixTree:
         for row in rows:
             if hits[row] != HITS_MAX:
                 hits[row] += 1
+        if self.ledger is not None:
+            self.used_rows.update(rows)
 
     # -- going
 
@@ -194,6 +204,8 @@ class PrefixTree:
         table = self.table
         key = table.key[row]
         assert key is not None, f"row {row} dropped twice"
+        if self.ledger is not None:
+            self.ledger.gone(table.place[row])
         namespace = self._namespaces[table.namespace[row] - 1]
         tenant, pool = namespace.tenant, self.pool_of(row)
         self._index.withdraw(tenant.id, key)
@@ -249,8 +261,8 @@ class PrefixTree:
 
     # -- being held
 
-    def lease(self, rows: Sequence[int], tenant: Tenant, pool: Pool) -> None:
-        """One hold more on each row; all are of one pool."""
+    def lease(self, rows: Sequence[int], tenant: Tenant, pool: Pool, *, hit: bool = True) -> None:
+        """One hold more on each row; all are of one pool. Without `hit` it is no use of the block."""
         leases, marks, place, live = self.table.leases, self.table.marks, self.table.place, self.segments.live
         fresh, number = 0, NONE
         for row in rows:
@@ -265,7 +277,8 @@ class PrefixTree:
                     segment.held += 1
         pool.leased += fresh
         tenant.held_bytes += fresh * pool.slot_bytes
-        self.hit(rows)
+        if hit:
+            self.hit(rows)
 
     def unlease(self, tenant: Tenant, holds: Mapping[int, int]) -> None:
         """Ends so many holds on the block in each of these slots."""
@@ -313,6 +326,8 @@ class PrefixTree:
         table, pool = self.table, self.pool_of(row)
         table.marks[row] &= ~PINNED & 0xFF
         del self.until[row * 4 + PINNED]
+        if self.ledger is not None:
+            self.ledger.until(table.place[row], PINNED, 0.0)
         self._count_pin(row, pool, -1)
         if table.leases[row]:
             return
@@ -330,6 +345,8 @@ class PrefixTree:
         """The pin or the life of a block ends at `at`, whatever was said before."""
         self.table.marks[row] |= mark
         self.until[row * 4 + mark] = at
+        if self.ledger is not None:
+            self.ledger.until(self.table.place[row], mark, at)
         heapq.heappush(self.untils, (at, row * 4 + mark))
         if self.untils_before:
             self._sift()

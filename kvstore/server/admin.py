@@ -8,7 +8,7 @@ that a million blocks hold up nobody else's call.
 import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from kvstore.core import inspect as looking
@@ -17,10 +17,11 @@ from kvstore.core.block import HINTED, PINNED
 from kvstore.core.holds import Namespace, Session, Tenant
 from kvstore.core.reclaim import Reclaimed
 from kvstore.core.segments import FREE, GRANTED, QUARANTINED, Segment
+from kvstore.core.store import Store
 from kvstore.logs import logger
 from kvstore.server import stats
 from kvstore.server.audit import Who
-from kvstore.server.calls import Node, checked_keys, checked_tenant
+from kvstore.server.calls import Node, SsdPort, checked_keys, checked_tenant
 from kvstore.server.peer import Peer
 from kvstored.v1 import DIGEST_PREFIX_BYTES_MIN, KEY_BYTES
 from kvstored.v1 import kvstore_pb2 as pb
@@ -42,6 +43,10 @@ CANDIDATES_NAMED = 10
 SLOTS_SHOWN = 256
 
 SUPERUSER = 0
+
+FLUSH_WAIT_MS_MAX = 1000
+VERIFY_BLOCKS_MAX, CURSOR_MAX = 1024, 1 << 40
+NO_SSD = "this daemon has no SSD tier (ssd.path is off)"
 
 
 def check_allowed(peer: Peer) -> None:
@@ -99,6 +104,16 @@ def _check_length(what: str, value: bytes, shortest: int) -> None:
         raise InvalidArgument(f"a {what} of {len(value)} bytes; {wanted} are wanted")
 
 
+def _tiers(node: Node, tenant: Tenant) -> list[tuple[Store, Tenant]]:
+    """Where a tenant's blocks may be, memory first: each store, and the tenant as it has it."""
+    found = [(node.store, tenant)]
+    if node.moving is not None:
+        on_disk = node.moving.link.joined.disk_tenants.get(tenant.id)
+        if on_disk is not None:
+            found.append((node.moving.link.disk, on_disk))
+    return found
+
+
 async def _whole_key(node: Node, tenant: Tenant, prefix: bytes) -> bytes:
     """The key that begins so; what was asked for where there is none. Raises InvalidArgument where there are several.
 
@@ -107,13 +122,15 @@ async def _whole_key(node: Node, tenant: Tenant, prefix: bytes) -> bytes:
     if len(prefix) == KEY_BYTES:
         return prefix
     found: dict[bytes, None] = {}
+    tiers = _tiers(node, tenant)
+    for store, of in tiers:
 
-    def step(start: int) -> int | None:
-        after = looking.keys_step(tenant, node.store.table, prefix, start, PREFIX_ROWS, found)
-        return after if len(found) <= CANDIDATES_NAMED else None
+        def step(start: int, store: Store = store, of: Tenant = of) -> int | None:
+            after = looking.keys_step(of, store.table, prefix, start, PREFIX_ROWS, found)
+            return after if len(found) <= CANDIDATES_NAMED else None
 
-    await _in_steps(step)
-    keys = sorted(key for key in found if key in tenant.rows)  # some may have gone meanwhile
+        await _in_steps(step)
+    keys = sorted(key for key in found if any(key in of.rows for _, of in tiers))  # some may have gone meanwhile
     if len(keys) > 1:
         named = ", ".join([*(key.hex() for key in keys[:CANDIDATES_NAMED]), *["..."] * (len(keys) > CANDIDATES_NAMED)])
         raise InvalidArgument(f"{prefix.hex()} begins several keys: {named}")
@@ -121,40 +138,34 @@ async def _whole_key(node: Node, tenant: Tenant, prefix: bytes) -> bytes:
 
 
 async def _key(node: Node, tenant: Tenant, prefix: bytes) -> pb.InspectReply:
-    store, table, counted = node.store, node.store.table, 0
+    """From the highest tier that has the block."""
+    counted = 0
     key = await _whole_key(node, tenant, prefix)
-    row = tenant.rows.get(key)
-    if row is None:
+    here = next(((store, of) for store, of in _tiers(node, tenant) if key in of.rows), None)
+    if here is None:
         return pb.InspectReply()
+    store, of = here
+    table, row = store.table, of.rows[key]
     if looking.first_children(table, row)[1] is None:
 
         def step(start: int) -> int | None:
             nonlocal counted
             counted += looking.children_step(table, row, start, COUNT_ROWS)
-            return start + COUNT_ROWS if start + COUNT_ROWS < len(table) and tenant.rows.get(key) == row else None
+            return start + COUNT_ROWS if start + COUNT_ROWS < len(table) and of.rows.get(key) == row else None
 
         await _in_steps(step)
-    if tenant.rows.get(key) != row:
+    if of.rows.get(key) != row:
         return pb.InspectReply()  # it went meanwhile
     # From here in one step, so that the answer is of one moment.
     now = time.monotonic()
-    namespace = store.namespaces[table.namespace[row] - 1]
     children, count = looking.first_children(table, row)
     parent, parent_present = looking.parent_of(store, row)
-    place = table.place[row]
     idle_s = now - table.used[row]
     return pb.InspectReply(
         key=pb.KeyInfo(
             key=key,
-            namespace=stats.namespace_stats(namespace),
-            copies=[
-                pb.Copy(
-                    tier=pb.TIER_HOST,
-                    segment=ref_segment(place),
-                    slot=ref_slot(place),
-                    size_bytes=namespace.block_bytes,
-                )
-            ],
+            namespace=stats.namespace_stats(node, _namespace_of(node, store, row)),
+            copies=_copies(node, tenant, key),
             parent=parent,
             parent_present=parent_present,
             children=[table.key[child] or b"" for child in children],
@@ -170,6 +181,29 @@ async def _key(node: Node, tenant: Tenant, prefix: bytes) -> pb.InspectReply:
     )
 
 
+def _namespace_of(node: Node, store: Store, row: int) -> Namespace:
+    """As memory's store has it."""
+    number = store.table.namespace[row]
+    if store is node.store:
+        return store.namespaces[number - 1]
+    assert node.moving is not None, "a second store is the SSD's"
+    return node.moving.link.joined.memory_of[number]
+
+
+def _copies(node: Node, tenant: Tenant, key: bytes) -> Iterator[pb.Copy]:
+    """Where the block is, memory first."""
+    for store, of in _tiers(node, tenant):
+        row = of.rows.get(key)
+        if row is not None:
+            place = store.table.place[row]
+            yield pb.Copy(
+                tier=pb.TIER_HOST if store is node.store else pb.TIER_SSD,
+                segment=ref_segment(place),
+                slot=ref_slot(place),
+                size_bytes=store.namespaces[store.table.namespace[row] - 1].block_bytes,
+            )
+
+
 async def _namespace(node: Node, tenant: Tenant, prefix: bytes) -> pb.InspectReply:
     namespaces = looking.named(tenant, prefix)
     if len(namespaces) > 1:
@@ -182,7 +216,7 @@ async def _namespace(node: Node, tenant: Tenant, prefix: bytes) -> pb.InspectRep
     seen = figures.used_last > 0
     return pb.InspectReply(
         namespace=pb.NamespaceInfo(
-            stats=stats.namespace_stats(namespace),
+            stats=stats.namespace_stats(node, namespace),
             pool=stats.pool_stats(store, store.pool(namespace)),
             leased=figures.leased,
             pinned=figures.pinned,
@@ -205,7 +239,7 @@ def _session(node: Node, session: Session) -> pb.SessionInfo:
     table, number = node.store.segments, session.id
     given = [s.id for of in (table.live, table.draining) for s in of.values() if number in s.sessions]
     return pb.SessionInfo(
-        stats=stats.session_stats(session, time.monotonic()),
+        stats=stats.session_stats(node, session, time.monotonic()),
         granted=islice(session.granted, SLOTS_SHOWN),
         leased=islice(session.leased, SLOTS_SHOWN),
         segments=sorted(given),
@@ -243,22 +277,22 @@ async def _segment(node: Node, segment: Segment) -> pb.InspectReply:
 
 async def evict(node: Node, request: pb.EvictRequest, who: Who) -> pb.EvictReply:
     """Drops what is asked for and held by nobody. A caller that hangs up stops it where it is."""
-    store, done, what = node.store, Reclaimed(), request.WhichOneof("what")
-    outcome = "stopped"
+    done, what = Reclaimed(), request.WhichOneof("what")
+    outcome, tiers = "stopped", _evict_from(node, request)
     try:
         if what == "keys":
-            await _evict_keys(node, _tenant(node, request.tenant), list(checked_keys(request.keys.keys)), done)
+            await _evict_keys(tiers, _tenant(node, request.tenant), list(checked_keys(request.keys.keys)), done)
         elif what == "namespace":
             namespace = _whole_namespace(node, request)
-            await _in_steps(lambda at: reclaim.rows_step(store, None, namespace, at, STEP_ROWS, done))
+            await _evict_rows(tiers.rows_steps(None, namespace), done)
         elif request.size_bytes or request.all:
             tenant = _tenant(node, request.tenant) if request.tenant else None
             if request.tenant and tenant is None:
                 pass  # nobody has ever used it, so there is nothing
             elif what == "all":
-                await _in_steps(lambda at: reclaim.rows_step(store, tenant, None, at, STEP_ROWS, done))
+                await _evict_rows(tiers.rows_steps(tenant, None), done)
             else:
-                while reclaim.bytes_step(store, tenant, request.size_bytes, STEP_ROWS, done):
+                while tiers.bytes_step(tenant, request.size_bytes, STEP_ROWS, done):
                     await asyncio.sleep(0)
         else:
             raise InvalidArgument("nothing to evict: name keys, a namespace, bytes above 0, or all")
@@ -268,27 +302,53 @@ async def evict(node: Node, request: pb.EvictRequest, who: Who) -> pb.EvictReply
         raise
     finally:
         if outcome != "nothing":
-            _log_evicted(request, outcome, done, who)
+            _log_evicted(request, outcome, tiers.sums(done), who)
         node.jobs_ready()
-    return pb.EvictReply(**vars(done))
+    return pb.EvictReply(**vars(tiers.sums(done)))
 
 
 def _log_evicted(request: pb.EvictRequest, outcome: str, done: Reclaimed, who: Who) -> None:
     what = request.WhichOneof("what")
     of = request.tenant or ("*" if what in ("all", "size_bytes") else "default")
     named = {"namespace": request.namespace.hex()} if what == "namespace" else {}
-    did = {name: getattr(done, name) for name in ("blocks", "size_bytes", "held", "absent")}
+    names = ["blocks", "size_bytes", "held", "absent", *(["ssd_blocks", "ssd_bytes"] if done.ssd_blocks else [])]
+    did = {name: getattr(done, name) for name in names}
     log.info("evicted as asked", what=what, tenant=of, **named, outcome=outcome, **did, **who)
 
 
-async def _evict_keys(node: Node, tenant: Tenant | None, keys: list[bytes], done: Reclaimed) -> None:
+async def _evict_rows(walks: Sequence[reclaim.Step], done: Reclaimed) -> None:
+    for walk in walks:
+        at = walk(0, STEP_ROWS, done)
+        while at is not None:
+            await asyncio.sleep(0)
+            at = walk(at, STEP_ROWS, done)
+
+
+def _evict_from(node: Node, request: pb.EvictRequest) -> reclaim.Tiers:
+    """Where. What is to go everywhere cannot, while it is not known what the SSD has."""
+    moving, tier, what = node.moving, request.tier, request.WhichOneof("what")
+    if tier not in (pb.TIER_NONE, pb.TIER_HOST, pb.TIER_SSD):
+        raise InvalidArgument(f"tier {tier}: this daemon evicts from the host tier, from the SSD, or from both")
+    if tier == pb.TIER_SSD and moving is None:
+        raise FailedPrecondition(NO_SSD)
+    if moving is None or tier == pb.TIER_HOST or (tier == pb.TIER_NONE and what == "size_bytes"):
+        return reclaim.InMemory(node.store)
+    if not moving.ready:
+        raise FailedPrecondition(
+            f"what the SSD has is not known yet ({moving.trouble or 'its records are being read'}): ask again when "
+            "`kvstore-cli stats` says that it is open, or evict from the host tier alone"
+        )
+    return reclaim.OnSsd(moving.link) if tier == pb.TIER_SSD else reclaim.Both(moving.link)
+
+
+async def _evict_keys(tiers: reclaim.Tiers, tenant: Tenant | None, keys: list[bytes], done: Reclaimed) -> None:
     keys = list(dict.fromkeys(keys))
     if tenant is None:
         done.absent = len(keys)
         return
 
     def step(start: int) -> int | None:
-        reclaim.keys_step(node.store, tenant, keys[start : start + STEP_ROWS], done)
+        tiers.keys_step(tenant, keys[start : start + STEP_ROWS], done)
         return start + STEP_ROWS if start + STEP_ROWS < len(keys) else None
 
     await _in_steps(step)
@@ -302,6 +362,31 @@ def _whole_namespace(node: Node, request: pb.EvictRequest) -> Namespace:
     if found is None:
         raise FailedPrecondition(f"tenant {request.tenant or 'default'!r} has no namespace {request.namespace.hex()}")
     return found
+
+
+# -- the SSD as a whole
+
+
+def _ssd(node: Node) -> SsdPort:
+    if node.ssd is None:
+        raise FailedPrecondition(NO_SSD)
+    return node.ssd
+
+
+async def flush(node: Node, request: pb.FlushRequest) -> pb.FlushReply:
+    """Has what only memory has written to the SSD, and waits a bounded time for the end of it."""
+    if request.wait_ms > FLUSH_WAIT_MS_MAX:
+        raise InvalidArgument(f"wait_ms {request.wait_ms} is above {FLUSH_WAIT_MS_MAX}: ask again instead")
+    return await _ssd(node).flush(request.wait_ms / 1000)
+
+
+async def verify(node: Node, request: pb.VerifyRequest) -> pb.VerifyReply:
+    """Reads some of what is on the SSD back."""
+    if not 1 <= request.blocks_max <= VERIFY_BLOCKS_MAX:
+        raise InvalidArgument(f"blocks_max {request.blocks_max} is not between 1 and {VERIFY_BLOCKS_MAX}")
+    if request.cursor > CURSOR_MAX:
+        raise InvalidArgument(f"cursor {request.cursor} is of no answer")
+    return await _ssd(node).verify(request.cursor, request.blocks_max)
 
 
 # -- ending a session

@@ -12,17 +12,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvstore.core import holds
+from kvstore.core import holds, refusals
 from kvstore.core.holds import Namespace, Session, Tenant
+from kvstore.core.movement import Movement
 from kvstore.core.store import STORED, Store
 from kvstore.server.audit import Refusals
 from kvstore.server.bound import Bindings
 from kvstore.server.figures import Figures
+from kvstore.server.tickets import AllTickets
 from kvstored.v1 import KEY_BYTES, KEYS_MAX
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 
 CLEAR_ROWS = 1024
+CLEAR_ROUNDS_MAX = 4
 MEMORY_WAIT_S = 0.8
 """How long a reservation may wait for memory that is being prefaulted; with the message itself below 1 s."""
 
@@ -48,6 +51,15 @@ class IndexesPort(Protocol):
     def find(self, tenant: int, key: bytes) -> tuple[int, int, int] | None: ...
 
 
+class SsdPort(Protocol):
+    """What the edge needs of the SSD tier, besides its movement."""
+
+    def stats(self) -> pb.SsdStats: ...
+    def degraded(self) -> list[str]: ...
+    async def flush(self, wait_s: float) -> pb.FlushReply: ...
+    async def verify(self, cursor: int, blocks_max: int) -> pb.VerifyReply: ...
+
+
 @dataclass
 class Node:
     """What every edge shares: the store and the bytes behind it, and how the daemon is told of work."""
@@ -64,6 +76,12 @@ class Node:
     """A future that is done when a segment was made or given up."""
     started: float = 0.0
     lease_ttl_s: float = 30.0
+    witness: Callable[[int, int], tuple[int, str]] = lambda pid, uid: (0, "")
+    """Of a process and its user: when it began (0: that does not matter), and why it must not write; "" if it may."""
+    moving: Movement | None = None
+    """Between memory and the SSD, where there is one."""
+    ssd: SsdPort | None = None
+    """What is asked of that tier as a whole."""
     protocol_errors: int = 0
     internal_errors: int = 0
     """Exceptions in calls that are bugs of the daemon; any makes it unhealthy for a while (readiness.py)."""
@@ -75,9 +93,16 @@ class Node:
     """Tokens by which gRPC calls are a session's."""
 
     refusals: Refusals = field(default_factory=Refusals)
+    tickets: AllTickets | None = field(init=False)
+    """What callers have asked the SSD for, where there is one."""
 
     def __post_init__(self) -> None:
         self.figures = Figures(self.store.counts)
+        self.tickets = AllTickets(self.moving, self.jobs_ready) if self.moving is not None else None
+
+    def degraded(self) -> list[str]:
+        """What is out of use, or not as it should be, while all that is asked of the daemon works."""
+        return self.ssd.degraded() if self.ssd is not None else []
 
 
 def checked_keys(keys: Sequence[bytes]) -> Sequence[bytes]:
@@ -165,8 +190,6 @@ def commit(
     keys = list(request.keys)  # lengths are checked by the store
     if len(keys) > KEYS_MAX:
         raise InvalidArgument(f"{len(keys)} keys in one message; at most {KEYS_MAX}: split the call")
-    if request.durable:
-        raise FailedPrecondition("durable=True needs an SSD tier, and this daemon has none (ssd.path is off)")
     conversation, ttl_s = hinted(request.hint) if request.HasField("hint") else ("", 0.0)
     results = node.store.commit(
         session,
@@ -179,20 +202,54 @@ def commit(
         ttl_s,
         conversation,
     )
+    _served(node, session.tenant, request)
     node.figures.stored(results.count(STORED) * namespace.block_bytes)
     return results
 
 
 def commit_into(reply: pb.CommitReply, node: Node, session: Session, request: pb.CommitRequest) -> None:
-    """`commit`, and slots ahead for the next one. Fills the reply in place: a message given to another is copied."""
+    """`commit`, and slots ahead for the next one. Fills the reply in place: a message given to another is copied.
+
+    A durable one is committed all the same, and waits for no disk: what its slots mean must not depend on one.
+    """
     namespace = node.store.namespace(session.tenant, request.namespace_id)
-    results = commit(node, session, namespace, request, list(request.slots))
-    reply.results.extend(results)  # type: ignore[arg-type]
+    if request.durable:
+        _commit_durable(reply, node, session, namespace, request)
+    else:
+        reply.results.extend(commit(node, session, namespace, request, list(request.slots)))  # type: ignore[arg-type]
     if request.want:
         ahead = node.store.top_up(session, namespace, request.want)
         reply.slots.extend(ahead)
         if len(ahead) < request.want:
             node.jobs_ready()  # have some evicted before the next put asks
+
+
+def _commit_durable(
+    reply: pb.CommitReply, node: Node, session: Session, namespace: Namespace, request: pb.CommitRequest
+) -> None:
+    check_durable(node)
+    refusals.check_may_hold(session)
+    assert node.tickets is not None, "there is no SSD"
+    keys = checked_keys(request.keys)
+    if request.slots or request.parents or request.depths:
+        results = commit(node, session, namespace, request, list(request.slots))
+        reply.results.extend(results)  # type: ignore[arg-type]
+        keys = [key for key, result in zip(keys, results, strict=True) if result != pb.REJECTED]
+    reply.ticket, reply.not_durable = node.tickets.of_session(session).save(namespace, keys)
+    node.jobs_ready()
+
+
+def check_durable(node: Node) -> None:
+    """Raises FailedPrecondition where nothing can be made durable: before anything is stored."""
+    if node.moving is None:
+        raise FailedPrecondition("durable=True needs an SSD tier, and this daemon has none (ssd.path is off)")
+
+
+def _served(node: Node, tenant: Tenant, request: pb.CommitRequest | pb.PutHeader | pb.TouchRequest) -> None:
+    """A hint says that a conversation is being served: its blocks are not to leave memory for being idle."""
+    hint = request.hint
+    if node.moving is not None and hint.conversation:
+        node.moving.served(tenant.name, hint.conversation, hint.tokens_generated, time.monotonic())
 
 
 def abort(node: Node, session: Session, request: pb.AbortRequest) -> pb.AbortReply:
@@ -222,10 +279,18 @@ def _given_back(request: pb.AbortRequest | pb.ReleaseRequest, held: Mapping[int,
     return list((Counter(held) - keep).elements())
 
 
+def present(node: Node, namespace: Namespace, keys: Sequence[bytes]) -> list[bool]:
+    """The leading run of `keys` that is in any tier: for each whether it is in memory."""
+    if node.moving is not None:
+        return node.moving.match(namespace, keys)
+    return [True] * len(node.store.match(namespace, keys))
+
+
 def match(node: Node, tenant: Tenant, request: pb.MatchRequest) -> pb.MatchReply:
     namespace = node.store.namespace(tenant, request.namespace_id)
-    rows = node.store.match(namespace, checked_keys(request.keys))
-    return pb.MatchReply(blocks=len(rows), tiers=[pb.TIER_HOST] * len(rows))
+    run = present(node, namespace, checked_keys(request.keys))
+    tiers = [pb.TIER_HOST if in_memory else pb.TIER_SSD for in_memory in run]
+    return pb.MatchReply(blocks=len(run), tiers=tiers)
 
 
 def touch(node: Node, tenant: Tenant, request: pb.TouchRequest) -> pb.TouchReply:
@@ -234,41 +299,89 @@ def touch(node: Node, tenant: Tenant, request: pb.TouchRequest) -> pb.TouchReply
     conversation = hinted(request.hint)[0] if request.HasField("hint") else ""
     if request.reports:
         node.figures.told(tenant, node.store.namespaces, request.reports)
-    node.store.touch(tenant, keys, time.monotonic(), conversation)
+    used(node, tenant, keys, conversation)
+    _served(node, tenant, request)
     return pb.TouchReply()
 
 
+def used(node: Node, tenant: Tenant, keys: Sequence[bytes], conversation: str = "") -> None:
+    """Blocks were used, wherever they are."""
+    now = time.monotonic()
+    node.store.touch(tenant, keys, now, conversation)
+    if node.moving is not None:
+        node.moving.touch(tenant, keys, now)
+
+
 def remove(node: Node, tenant: Tenant, request: pb.RemoveRequest) -> pb.RemoveReply:
+    """From all tiers; a block counts once."""
     namespace = node.store.namespace(tenant, request.namespace_id)
-    return pb.RemoveReply(removed=node.store.remove(namespace, checked_keys(request.keys)))
+    keys, removed = checked_keys(request.keys), 0
+    if node.moving is not None:
+        removed = node.moving.remove_from_disk(namespace, keys)
+        node.store.counts.removed += removed
+    return pb.RemoveReply(removed=removed + node.store.remove(namespace, keys))
 
 
 def pin(node: Node, tenant: Tenant, request: pb.PinRequest) -> pb.PinReply:
+    """In all tiers; a block counts once."""
     namespace = node.store.namespace(tenant, request.namespace_id)
-    keys = checked_keys(request.keys)
-    return pb.PinReply(pinned=node.store.pin(namespace, keys, request.ttl_s, time.monotonic()))
+    keys, now = checked_keys(request.keys), time.monotonic()
+    pinned = node.store.pin(namespace, keys, request.ttl_s, now)
+    if node.moving is not None:
+        pinned += node.moving.pin_on_disk(namespace, keys, request.ttl_s, now)
+    return pb.PinReply(pinned=pinned)
 
 
 def unpin(node: Node, tenant: Tenant, request: pb.UnpinRequest) -> pb.UnpinReply:
     namespace = node.store.namespace(tenant, request.namespace_id)
-    return pb.UnpinReply(unpinned=node.store.unpin(namespace, checked_keys(request.keys)))
+    keys, unpinned = checked_keys(request.keys), 0
+    if node.moving is not None:
+        unpinned = node.moving.unpin_on_disk(namespace, keys)
+    return pb.UnpinReply(unpinned=unpinned + node.store.unpin(namespace, keys))
 
 
 async def clear(node: Node, tenant: Tenant, request: pb.ClearRequest) -> pb.ClearReply:
-    """Clears in bounded steps; blocks committed to the namespace meanwhile may or may not survive."""
+    """Clears in bounded steps; blocks committed to the namespace meanwhile may or may not survive.
+
+    The SSD comes first, so that nothing of it is loaded into memory that was cleared already; and once more
+    after memory, for what was being written meanwhile, until there was nothing.
+    """
     namespace = node.store.namespace(tenant, request.namespace_id)
-    removed = 0
-    at: int | None = 0
-    while at is not None:
-        before = node.store.counts.removed
-        at = node.store.clear_step(namespace, at, CLEAR_ROWS)
-        removed += node.store.counts.removed - before
-        await asyncio.sleep(0)
+    counts, removed = node.store.counts, 0
+    for round_ in range(CLEAR_ROUNDS_MAX):
+        dropped, only = await _clear_disk(node, namespace)
+        counts.removed += only
+        removed += only
+        if round_ and not dropped:
+            break
+        at: int | None = 0
+        while at is not None:
+            before = counts.removed
+            at = node.store.clear_step(namespace, at, CLEAR_ROWS)
+            removed += counts.removed - before
+            await asyncio.sleep(0)
+        if node.moving is None:
+            break
     return pb.ClearReply(removed=removed)
+
+
+async def _clear_disk(node: Node, namespace: Namespace) -> tuple[int, int]:
+    """How many copies went from the SSD, and of how many blocks they were the only ones."""
+    dropped, only = 0, 0
+    at: int | None = 0
+    while at is not None and node.moving is not None:
+        at, copies, blocks = node.moving.clear_step(namespace, at, CLEAR_ROWS)
+        dropped, only = dropped + copies, only + blocks
+        await asyncio.sleep(0)
+    return dropped, only
 
 
 def health(node: Node) -> pb.HealthReply:
     problems = node.problems()
     return pb.HealthReply(
-        healthy=not problems, problems=problems, version=node.version, uptime_s=time.monotonic() - node.started
+        healthy=not problems,
+        problems=problems,
+        version=node.version,
+        uptime_s=time.monotonic() - node.started,
+        degraded=node.degraded(),
     )

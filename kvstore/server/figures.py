@@ -26,8 +26,10 @@ REPORTS_MAX = 256
 SECONDS_MAX = float(COUNT_MAX)
 READS = (pb.OPERATION_GET, pb.OPERATION_ACQUIRE)
 OPERATIONS = (*READS, pb.OPERATION_MATCH, pb.OPERATION_PUT)
+TIERS = (pb.TIER_GPU, pb.TIER_HOST, pb.TIER_SSD, pb.TIER_REMOTE)
 NAMES = dict.fromkeys(("Get", "Acquire", "Match", "Put"), pb.OPERATION_NONE)
 NAMES.update(zip(NAMES, OPERATIONS, strict=True))
+NAMES["Load"] = pb.OPERATION_ACQUIRE
 """Operations by the names of their calls over gRPC."""
 
 CALLS_OF_OPS: dict[str | None, str] = {
@@ -38,7 +40,7 @@ CALLS_OF_OPS: dict[str | None, str] = {
 
 @dataclass(slots=True)
 class Operation:
-    """One operation over all clients."""
+    """One operation over all clients, of the calls whose slowest block came from one tier."""
 
     calls: int = 0
     calls_hit: int = 0
@@ -63,7 +65,10 @@ class Figures:
     """All sums of one life of the daemon. `counts` are the store's, which have the totals over operations."""
 
     def __init__(self, counts: Counts) -> None:
-        self.operations = {number: Operation() for number in OPERATIONS}
+        self.operations: dict[tuple[pb.Operation, pb.Tier], Operation] = {
+            (number, pb.TIER_HOST): Operation() for number in OPERATIONS
+        }
+        """By operation and tier; rows of other tiers come with their first call."""
         self.answered: dict[tuple[str, str], Answered] = {}
         self._counts = counts
 
@@ -78,8 +83,13 @@ class Figures:
         for report, namespace in zip(reports, found, strict=True):
             self._add(report, namespace)
 
-    def saw(self, name: str, namespace: Namespace, found: int, asked: int, seconds: float) -> None:
-        """The daemon itself answered a call that found `found` of `asked` blocks, for a caller that tells nothing."""
+    def saw(
+        self, name: str, namespace: Namespace, found: int, asked: int, seconds: float, tier: pb.Tier = pb.TIER_HOST
+    ) -> None:
+        """The daemon itself answered a call that found `found` of `asked` blocks, for a caller that tells nothing.
+
+        `tier`: the slowest that one of them came from.
+        """
         if not asked:
             return
         latencies = [0] * BUCKETS
@@ -92,15 +102,16 @@ class Figures:
             misses=asked - found,
             seconds=seconds,
             latencies=latencies,
+            tier=tier,
         )
         self._add(report, namespace)
 
     def stored(self, size_bytes: int) -> None:
         """Bytes of blocks that a commit made visible: the daemon sees all of those itself."""
-        self.operations[pb.OPERATION_PUT].size_bytes += size_bytes
+        self.operations[pb.OPERATION_PUT, pb.TIER_HOST].size_bytes += size_bytes
 
     def _add(self, report: pb.Report, namespace: Namespace) -> None:
-        kept, counts = self.operations[report.operation], self._counts
+        kept, counts = self._row(report.operation, report.tier or pb.TIER_HOST), self._counts
         kept.calls += report.calls
         kept.calls_hit += report.calls_hit
         kept.hits += report.hits
@@ -122,6 +133,12 @@ class Figures:
             counts.match_hit_tokens += hit_tokens
             counts.match_miss_tokens += miss_tokens
 
+    def _row(self, operation: pb.Operation, tier: pb.Tier) -> Operation:
+        found = self.operations.get((operation, tier))
+        if found is None:
+            found = self.operations[operation, tier] = Operation()
+        return found
+
     # -- calls
 
     def answer(self, edge: str, call: str, began: float, *, failed: bool) -> None:
@@ -139,11 +156,11 @@ class Figures:
     # -- as messages
 
     def operation_stats(self) -> Iterable[pb.OperationStats]:
-        """One row an operation; memory is the only tier so far."""
-        for number, kept in self.operations.items():
+        """One row an operation and tier."""
+        for (number, tier), kept in sorted(self.operations.items()):
             yield pb.OperationStats(
                 operation=number,
-                tier=pb.TIER_HOST,
+                tier=tier,
                 calls=_carried(kept.calls),
                 calls_hit=_carried(kept.calls_hit),
                 hits=_carried(kept.hits),
@@ -179,6 +196,8 @@ def _checked(i: int, report: pb.Report, tenant: Tenant, namespaces: list[Namespa
         raise InvalidArgument(f"report {i} is of namespace {number}, which tenant {tenant.name!r} has not opened")
     if report.operation not in OPERATIONS:
         raise InvalidArgument(f"report {i} is of operation {report.operation}, which this daemon does not know")
+    if report.tier not in (pb.TIER_NONE, *TIERS):
+        raise InvalidArgument(f"report {i} is of tier {report.tier}, which this daemon does not know")
     if len(report.latencies) != BUCKETS:
         raise InvalidArgument(f"report {i} has {len(report.latencies)} latency buckets; {BUCKETS} are expected")
     if sum(report.latencies) != report.calls:

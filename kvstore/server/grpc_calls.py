@@ -5,7 +5,6 @@ daemon, so what they reserve and acquire is the session's and ends by no clock),
 administration.
 """
 
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from google.protobuf.message import Message
 
 from kvstore.core.holds import Session, Tenant
 from kvstore.core.store import Store
-from kvstore.server import admin, calls
+from kvstore.server import admin, calls, loads
 from kvstore.server.auth import ANY_TENANT
 from kvstore.server.calls import Node
 from kvstore.server.grpc_caller import Caller
@@ -38,7 +37,7 @@ class Call:
     """Undoes what an answer grants to the session: for one that did not get out, of which nobody knows what it says."""
 
 
-STREAMS, ADMINISTRATION = "streams", "administration"
+STREAMS, ADMINISTRATION, WAITS = "streams", "administration", "waits"
 
 
 def _tenant(node: Node, caller: Caller) -> Tenant:
@@ -85,10 +84,14 @@ def _acquire(node: Node, caller: Caller, request: pb.AcquireRequest) -> pb.Acqui
     session = caller.bound("Acquire")
     namespace = node.store.namespace(session.tenant, request.namespace_id)
     keys = calls.checked_keys(request.keys)
-    return pb.AcquireReply(slots=node.store.acquire(session, namespace, keys, time.monotonic()))
+    return pb.AcquireReply(slots=loads.acquire(node, session, namespace, keys))
 
 
-def _give_back_leases(store: Store, session: Session, reply: pb.AcquireReply) -> None:
+def _load(node: Node, caller: Caller, request: pb.LoadRequest) -> pb.LoadReply | Awaitable[pb.LoadReply]:
+    return loads.load(node, caller.bound("Load"), request, counted=not caller.reports)
+
+
+def _give_back_leases(store: Store, session: Session, reply: pb.AcquireReply | pb.LoadReply) -> None:
     """One hold for each time that a slot is named, if they are there still."""
     if not session.ended:
         named = Counter(reply.slots)
@@ -98,6 +101,21 @@ def _give_back_leases(store: Store, session: Session, reply: pb.AcquireReply) ->
 
 def _release(node: Node, caller: Caller, request: pb.ReleaseRequest) -> pb.ReleaseReply:
     return calls.release(node, caller.bound("Release"), request)
+
+
+# -- of a session's, or of a tenant's where the call is no session's
+
+
+def _prefetch(node: Node, caller: Caller, request: pb.PrefetchRequest) -> pb.PrefetchReply:
+    return loads.prefetch(node, _tenant(node, caller), _session(caller), request)
+
+
+def _ticket(node: Node, caller: Caller, request: pb.TicketRequest) -> pb.TicketReply | Awaitable[pb.TicketReply]:
+    return loads.ticket(node, _tenant(node, caller), _session(caller), request)
+
+
+def _session(caller: Caller) -> Session | None:
+    return caller.binding.session if caller.binding is not None else None
 
 
 # -- administration
@@ -146,6 +164,24 @@ def _end_session(node: Node, caller: Caller, request: pb.EndSessionRequest) -> A
     return admin.end_session(node, request, caller.who(), own)
 
 
+def _flush(node: Node, caller: Caller, request: pb.FlushRequest) -> Awaitable[pb.FlushReply]:
+    _check_node(node, caller, "Flush")
+    return admin.flush(node, request)
+
+
+def _verify(node: Node, caller: Caller, request: pb.VerifyRequest) -> Awaitable[pb.VerifyReply]:
+    _check_node(node, caller, "Verify")
+    return admin.verify(node, request)
+
+
+def _check_node(node: Node, caller: Caller, call: str) -> None:
+    """What is done with the whole of the SSD, whosever blocks are there."""
+    with node.refusals.told(call, caller.who()):
+        caller.check_admin()
+        caller.check_changes(call.lower())
+        _check_scope(caller, ANY_TENANT)
+
+
 def _check_session(node: Node, caller: Caller, number: int) -> None:
     session = node.store.sessions.get(number)
     if session is not None:
@@ -181,8 +217,13 @@ CALLS: dict[str, Call] = {
     "Abort": Call(pb.AbortRequest, _abort),
     "Acquire": Call(pb.AcquireRequest, _acquire, give_back=_give_back_leases),
     "Release": Call(pb.ReleaseRequest, _release),
+    "Load": Call(pb.LoadRequest, _load, WAITS, give_back=_give_back_leases),
+    "Prefetch": Call(pb.PrefetchRequest, _prefetch),
+    "Ticket": Call(pb.TicketRequest, _ticket, WAITS),
     "Inspect": Call(pb.InspectRequest, _inspect, ADMINISTRATION),
     "Evict": Call(pb.EvictRequest, _evict, ADMINISTRATION),
     "EndSession": Call(pb.EndSessionRequest, _end_session, ADMINISTRATION),
+    "Flush": Call(pb.FlushRequest, _flush, ADMINISTRATION),
+    "Verify": Call(pb.VerifyRequest, _verify, ADMINISTRATION),
 }
 """All but Stats, which is the daemon's to answer."""

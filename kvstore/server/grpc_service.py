@@ -19,17 +19,17 @@ from typing import Any, NoReturn, TypeVar
 
 import grpc
 
-from kvstore.core.holds import Namespace, Session
+from kvstore.core.holds import Session
 from kvstore.logs import logger
 from kvstore.server import calls
 from kvstore.server.auth import ANY_TENANT, Access
 from kvstore.server.calls import Node
 from kvstore.server.grpc_answers import Answers
 from kvstore.server.grpc_caller import Caller, Gate, Places, Unsaid, caller_of
-from kvstore.server.grpc_calls import ADMINISTRATION, CALLS, STREAMS, Call, GiveBack
+from kvstore.server.grpc_calls import ADMINISTRATION, CALLS, STREAMS, WAITS, Call, GiveBack
 from kvstore.server.grpc_health import OPEN_TO_ALL, HealthService, ReflectionService
 from kvstore.server.grpc_listen import bind, credentials_of, keep_freed_memory
-from kvstore.server.grpc_streams import GetStream, PutStream, parsed, unstalled
+from kvstore.server.grpc_streams import GetStream, Outcome, PutStream, parsed, unstalled
 from kvstore.server.stats import keep_only
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.errors import KVStoreError, ResourceExhausted
@@ -43,6 +43,9 @@ STREAMS_MAX = 64
 
 ADMINISTRATION_MAX = 8
 """Inspections and evictions at once: each is a walk over the store in steps."""
+
+WAITS_MAX = 128
+"""Loads and Tickets at once, each of which may wait for a second."""
 
 UNSAID_MAX = 128
 UNSAID_WAIT_S = 5.0
@@ -105,6 +108,7 @@ class GrpcEdge:
         self._places = {
             STREAMS: Places(STREAMS_MAX, "Put, Get and Clear calls"),
             ADMINISTRATION: Places(ADMINISTRATION_MAX, "calls of the administration"),
+            WAITS: Places(WAITS_MAX, "Load and Ticket calls"),
         }
         self._answers = Answers(RPCS_MAX)
         self._message = Unsaid(UNSAID_MAX, UNSAID_WAIT_S).message
@@ -227,7 +231,7 @@ class GrpcEdge:
         """A token for one tenant shows what is of that tenant."""
         reply = self.stats()
         if caller.grant is not None and caller.grant.tenant != ANY_TENANT:
-            keep_only(reply, self.node.store, caller.grant.tenant)
+            keep_only(reply, self.node, caller.grant.tenant)
         return reply
 
     def _unary(self, name: str, call: Call) -> Any:
@@ -248,7 +252,8 @@ class GrpcEdge:
             if name in ("Match", "Acquire"):
                 namespace = self.node.store.namespaces[request.namespace_id - 1]
                 found = reply.blocks if name == "Match" else len(reply.slots)
-                self._saw(caller, name, namespace, found, len(request.keys), began)
+                tier = max(reply.tiers, default=pb.TIER_HOST) if name == "Match" else pb.TIER_HOST  # the slowest
+                self._saw(caller, name, (namespace, found, len(request.keys), tier), began)
             if self.node.store.segments.jobs:
                 self.node.jobs_ready()
             return reply.SerializeToString() if call.give_back is None else None
@@ -294,6 +299,8 @@ class GrpcEdge:
             try:
                 yield session
             finally:
+                if self.node.tickets is not None:
+                    self.node.tickets.end(session)
                 store.end_session(session, process_gone=True)
                 self.node.jobs_ready()
 
@@ -306,13 +313,14 @@ class GrpcEdge:
         try:
             yield
         except ResourceExhausted:
-            self._saw(caller, name, *stream.outcome(), began)
+            self._saw(caller, name, stream.outcome(), began)
             raise
-        self._saw(caller, name, *stream.outcome(), began)
+        self._saw(caller, name, stream.outcome(), began)
 
-    def _saw(self, caller: Caller, name: str, namespace: Namespace, found: int, asked: int, began: float) -> None:
+    def _saw(self, caller: Caller, name: str, outcome: Outcome, began: float) -> None:
         if not caller.reports:
-            self.node.figures.saw(name, namespace, found, asked, time.perf_counter() - began)
+            namespace, found, asked, tier = outcome
+            self.node.figures.saw(name, namespace, found, asked, time.perf_counter() - began, tier)
 
     # -- streams
 

@@ -11,7 +11,7 @@ hop to a thread costs as much, and a slot that only the loop touches needs no wa
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
@@ -20,8 +20,10 @@ from google.protobuf.message import DecodeError
 
 from kvstore.core import refusals
 from kvstore.core.holds import Namespace, Session
-from kvstore.server import calls
+from kvstore.core.writeback import HELD_SHARE
+from kvstore.server import calls, loads
 from kvstore.server.calls import Node
+from kvstore.server.tickets import DURABLE_S, GET_LOAD_S, Prefetch, Saving, Tickets
 from kvstored.v1 import CHUNK_BYTES_MAX, KEY_BYTES, chunks, shm
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.chunks import Chunk
@@ -31,7 +33,16 @@ PUT_BLOCKS, PUT_BYTES = 16, 32 << 20
 """Blocks of one Put that wait for their commit together."""
 
 GET_BLOCKS, GET_BYTES = 16, 8 << 20
-"""Blocks that a Get holds at once."""
+"""Blocks that a Get holds at once, and brings from the SSD at once."""
+
+LATE_S = 1.0
+"""By how much a load may end after its deadline; the loop looks at deadlines ten times a second."""
+
+GET_AGAIN_S = 0.05
+"""Until a Get looks again that may hold nothing at present."""
+
+Outcome = tuple[Namespace, int, int, pb.Tier]
+"""Of a stream: its namespace, blocks found or stored, blocks asked for, and the slowest tier that one came from."""
 
 
 def parsed(node: Node, kind: Any, message: bytes) -> Any:
@@ -106,16 +117,30 @@ class PutStream:
         self._waiting: list[int] = []
         """Slots of the last blocks: written and verified, not yet committed."""
         self._commit_by = 0.0
+        self._saving: Saving | None = None
+        """What is to be on the SSD before the answer."""
+        self._not_durable = ""
 
     async def run(self) -> pb.PutReply:
         """Stores what it can; raises ResourceExhausted where that is nothing."""
-        await self._receive_header()
+        try:
+            await self._receive_header()
+            await self._receive_blocks()
+            await self._saved()
+            return pb.PutReply(results=self._results, not_durable=self._not_durable)  # type: ignore[arg-type]
+        finally:
+            if self._saving is not None:
+                self._saving.cancel()
+
+    async def _receive_blocks(self) -> None:
         block_bytes = self._namespace.block_bytes
         batch = max(1, min(PUT_BLOCKS, PUT_BYTES // block_bytes))
+        if self._header.durable:
+            batch = min(batch, self._kept_blocks())
         existing: list[bytes] = []
         present_from = self._present_from()
         for i, key in enumerate(self._header.keys):
-            if self._node.store.match(self._namespace, [key]):
+            if calls.present(self._node, self._namespace, [key]):
                 self._commit()
                 if i == present_from and present_from == self._present_from():
                     existing += self._header.keys[i:]
@@ -135,18 +160,49 @@ class PutStream:
             self._waiting.append(slot)
             if len(self._waiting) >= batch or time.monotonic() >= self._commit_by:
                 self._commit()
+                await self._saved()  # before what comes next needs their memory
         else:
             if await self._next() is not None:
                 raise InvalidArgument(f"more bytes than the {len(self._header.keys)} blocks of the header")
             self._commit()
         if existing:
-            self._node.store.touch(self._session.tenant, existing, time.monotonic())
+            calls.used(self._node, self._session.tenant, existing)
             self._node.store.counts.existing += len(existing)
-        return pb.PutReply(results=self._results)  # type: ignore[arg-type]
+            self._save(existing)
 
-    def outcome(self) -> tuple[Namespace, int, int]:
-        """Where it stored, blocks stored or found to exist, blocks named."""
-        return self._namespace, len(self._results) - self._results.count(pb.REJECTED), len(self._header.keys)
+    def outcome(self) -> Outcome:
+        """Blocks stored or found to exist count as found."""
+        stored = len(self._results) - self._results.count(pb.REJECTED)
+        return self._namespace, stored, len(self._header.keys), pb.TIER_HOST
+
+    def _kept_blocks(self) -> int:
+        """How many blocks memory surely keeps until they are on the SSD."""
+        store, namespace = self._node.store, self._namespace
+        whole = store.segments.tenant_bytes(namespace.tenant.id)
+        return max(1, int(whole * HELD_SHARE / 2) // store.pool(namespace).slot_bytes)
+
+    def _save(self, keys: Sequence[bytes]) -> None:
+        """These are to be on the SSD, where that is asked for."""
+        if not self._header.durable or self._node.moving is None:
+            return
+        if self._saving is None:
+            self._saving = Saving(self._node.moving)
+        self._saving.add(self._namespace, keys)
+        self._node.jobs_ready()
+
+    async def _saved(self) -> None:
+        """Waits until what is to be on the SSD by now is there, or is known not to get there."""
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        self._stall.pause()  # the disk is waited for, and for a bounded time
+        try:
+            saving.begin()
+            await saving.wait(DURABLE_S + LATE_S)
+        finally:
+            saving.cancel()
+            self._stall.alive()
+        self._not_durable = self._not_durable or saving.why
 
     async def _receive_header(self) -> None:
         first = await self._next()
@@ -168,14 +224,16 @@ class PutStream:
             if parent and len(parent) != KEY_BYTES:
                 raise InvalidArgument(f"parent {i} has {len(parent)} bytes; it is a key of {KEY_BYTES}, or empty")
         # Whatever of the header makes a commit impossible is said before the bytes come.
-        empty = pb.PutHeader(hint=header.hint if header.HasField("hint") else None, durable=header.durable)
+        if header.durable:
+            calls.check_durable(self._node)
+        empty = pb.PutHeader(hint=header.hint if header.HasField("hint") else None)
         calls.commit(self._node, self._session, self._namespace, empty, [])
 
     def _present_from(self) -> int:
         """From which block on all are there: their bytes need not come, and the answer may be given before them."""
-        keys, match = self._header.keys, self._node.store.match
+        keys = self._header.keys
         first = len(keys)
-        while first and match(self._namespace, [keys[first - 1]]):
+        while first and calls.present(self._node, self._namespace, [keys[first - 1]]):
             first -= 1
         return first
 
@@ -236,6 +294,7 @@ class PutStream:
         )
         results = calls.commit(self._node, self._session, self._namespace, request, slots)
         self._results += results
+        self._save([key for key, result in zip(request.keys, results, strict=True) if result != pb.REJECTED])
         unused = [slot for slot, result in zip(slots, results, strict=True) if result != pb.STORED]
         if unused:
             self._node.store.abort(self._session, unused)
@@ -244,12 +303,13 @@ class PutStream:
 
     def _cut_short(self, why: ResourceExhausted) -> None:
         """No room for the next block: those that follow are there already, or rejected. Raises `why` if nothing is."""
-        store = self._node.store
+        store, namespace = self._node.store, self._namespace
         rest = self._header.keys[len(self._results) :]
-        results = [pb.EXISTS if store.match(self._namespace, [key]) else pb.REJECTED for key in rest]
+        results = [pb.EXISTS if calls.present(self._node, namespace, [key]) else pb.REJECTED for key in rest]
         if all(result == pb.REJECTED for result in (*self._results, *results)):
             raise why
         self._results += results
+        self._save([key for key, result in zip(rest, results, strict=True) if result == pb.EXISTS])
         store.counts.existing += results.count(pb.EXISTS)
         store.counts.rejected += results.count(pb.REJECTED)
 
@@ -286,8 +346,10 @@ class PutStream:
 class GetStream:
     """One Get: how many blocks there are, then each one's bytes in chunks, the last of them with their checksum.
 
-    Blocks are held while their bytes are sent, a few at a time. What eviction takes before
-    its turn ends the stream early: the caller counts whole blocks, not the announcement.
+    Blocks are held while their bytes are sent, a few at a time. What is on the SSD is brought
+    in before its turn, and the next part of it while one is sent. What eviction takes before
+    its turn, or what does not come, ends the stream early: the caller counts whole blocks, not
+    the announcement.
     """
 
     def __init__(self, node: Node, session: Session, context: Any, stall: Stall) -> None:
@@ -297,10 +359,12 @@ class GetStream:
         self._stall = stall
         self._namespace: Namespace
         self._sent = self._asked = 0
+        self._tier: pb.Tier = pb.TIER_HOST
+        self._ahead: Prefetch | None = None
 
-    def outcome(self) -> tuple[Namespace, int, int]:
-        """Where it read, blocks sent, blocks asked for."""
-        return self._namespace, self._sent, self._asked
+    def outcome(self) -> Outcome:
+        """Blocks sent count as found."""
+        return self._namespace, self._sent, self._asked, self._tier
 
     async def run(self, request: pb.GetRequest) -> None:
         store, session = self._node.store, self._session
@@ -308,29 +372,80 @@ class GetStream:
         namespace = self._namespace = store.namespace(session.tenant, request.namespace_id)
         slot_bytes = store.pool(namespace).slot_bytes
         keys = calls.checked_keys(request.keys)
-        count = len(store.match(namespace, keys))
+        run = calls.present(self._node, namespace, keys)
+        count = len(run)
         await self._write(pb.GetChunk(blocks=count).SerializeToString())
         batch = max(1, min(GET_BLOCKS, GET_BYTES // namespace.block_bytes))
         at = 0
-        while at < count:
-            slots = self._hold(namespace, keys[at : min(at + batch, count)])
-            if not slots:
-                return
-            for slot in slots:
-                await self._send_block(slot, slot_bytes, namespace.block_bytes)
-                store.release(session, [slot])
-                self._sent += 1
-            at += len(slots)
-
-    def _hold(self, namespace: Namespace, keys: Any) -> list[int]:
-        """The leading run of `keys`, or one block of it where holding all is too much; none is a miss."""
-        store, now = self._node.store, time.monotonic()
         try:
-            return store.acquire(self._session, namespace, keys, now)
-        except ResourceExhausted:
-            with contextlib.suppress(ResourceExhausted):
-                return store.acquire(self._session, namespace, keys[:1], now)
+            while at < count:
+                slots = await self._hold(keys[at : min(at + batch, count)])
+                if not slots:
+                    return
+                self._bring_ahead(keys[at + len(slots) : min(at + len(slots) + batch, count)])
+                for slot in slots:
+                    await self._send_block(slot, slot_bytes, namespace.block_bytes)
+                    store.release(session, [slot])
+                    if not run[self._sent]:
+                        self._came_from_ssd()
+                    self._sent += 1
+                at += len(slots)
+        finally:
+            if self._ahead is not None:
+                self._ahead.cancel()
+
+    async def _hold(self, keys: Sequence[bytes]) -> list[int]:
+        """The leading run of `keys`, or what of it may be held and comes in time; none is a miss."""
+        node, namespace, until = self._node, self._namespace, time.monotonic() + GET_LOAD_S
+        while True:
+            run = calls.present(node, namespace, keys)
+            in_memory = run.index(False) if False in run else len(run)
+            if node.tickets is None or node.moving is None or not run:
+                return self._lease(keys[:in_memory])
+            if in_memory:  # and the rest comes while this is sent
+                slots = self._lease(keys[:in_memory])
+            else:
+                slots = await self._load(node.tickets.of_session(self._session), keys[: len(run)], until)
+            now = time.monotonic()
+            if slots or now >= until or node.moving.trouble:
+                return slots
+            # There is one, and no room or no right to hold it at present: others have all that may be held.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(node.memory_changed()), min(GET_AGAIN_S, until - now))
+
+    async def _load(self, tickets: Tickets, keys: Sequence[bytes], until: float) -> list[int]:
+        try:
+            number = tickets.load(self._namespace, keys, until)
+        except ResourceExhausted:  # the whole node loads all that it may
             return []
+        self._stall.pause()  # the disk is waited for, and for a bounded time
+        try:
+            await tickets.find_load(number).wait(max(until - time.monotonic(), 0.0) + LATE_S)
+            return self._lease(keys)
+        finally:
+            tickets.give_up(number)
+            self._stall.alive()
+
+    def _came_from_ssd(self) -> None:
+        """A caller that tells what it read is told so."""
+        if self._tier != pb.TIER_SSD:
+            self._tier = pb.TIER_SSD
+            self._context.set_trailing_metadata(((chunks.TIER_METADATA, str(self._tier)),))
+
+    def _bring_ahead(self, keys: Sequence[bytes]) -> None:
+        """The next part comes while this one is sent; nobody holds it, so a slow caller keeps no memory by it."""
+        node, self._ahead = self._node, None
+        if node.moving is None or all(calls.present(node, self._namespace, keys)):
+            return
+        with contextlib.suppress(ResourceExhausted):  # then it comes when its turn is there
+            self._ahead = Prefetch(node.moving, self._namespace, keys, time.monotonic() + GET_LOAD_S, 0)
+            node.jobs_ready()
+
+    def _lease(self, keys: Sequence[bytes]) -> list[int]:
+        """What of the leading run is in memory, or as much of it as may be held."""
+        with contextlib.suppress(ResourceExhausted):
+            return loads.hold_run(self._node, self._session, self._namespace, keys)[0]
+        return []
 
     async def _send_block(self, slot: int, slot_bytes: int, block_bytes: int) -> None:
         block = self._node.slab.bytes_at(shm.ref_segment(slot), shm.ref_slot(slot) * slot_bytes, block_bytes)

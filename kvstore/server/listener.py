@@ -10,10 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvstore.core import holds
+from kvstore.core.holds import Session
 from kvstore.instance import give_to_group
 from kvstore.logs import logger
 from kvstore.server.calls import Node
 from kvstore.server.frames import Partial, watch
+from kvstore.server.left import LeftSession
+from kvstore.server.peer import Peer
 from kvstore.server.session import ClientSession
 from kvstored.v1 import kvstore_pb2 as pb
 
@@ -41,9 +44,9 @@ class SessionServer:
         self.stats = stats
         self.loop = asyncio.get_running_loop()
         self.pid = os.getpid()
-        self.clients: dict[ClientSession, None] = {}
+        self.clients: dict[ClientSession | LeftSession, None] = {}
         """In the order in which they came."""
-        self.by_nonce: dict[int, ClientSession] = {}
+        self.by_nonce: dict[int, ClientSession | LeftSession] = {}
         self.partial = Partial()
         self._socket: socket.socket | None = None
 
@@ -66,6 +69,12 @@ class SessionServer:
         assert self._socket is not None, "bind comes first"
         self._socket.listen(BACKLOG)
         watch(self.loop, self._socket.fileno(), self._accept)
+
+    def leave(self, session: Session, peer: Peer, names: set[int]) -> None:
+        """A session of the daemon before this one, which has ended; `peer` is its process, and this object's."""
+        left = LeftSession(self, session, peer, names)
+        self.clients[left] = None
+        left.start()
 
     def make_place(self) -> None:
         """Where the table of sessions is full, forgets one that ended holding nothing."""
@@ -107,7 +116,7 @@ class SessionServer:
             self._begin(sock)
 
     def _end_longest_silence(self) -> None:
-        silent = next(client for client in self.clients if client.session is None)
+        silent = next(c for c in self.clients if c.session is None and isinstance(c, ClientSession))
         silent.connection.refuse(f"no Hello yet, and {CLIENTS_MAX} clients are connected", pb.RESOURCE_EXHAUSTED)
 
     def _begin(self, sock: socket.socket) -> None:

@@ -110,6 +110,9 @@ class _Families(Collector):
         reply = self._stats()
         for part in (_daemon, _host, _blocks, _requests, _operations, _leaving, _sessions, _indexes, _calls, _loops):
             yield from part(reply)
+        if reply.HasField("ssd"):
+            yield from _ssd(reply.ssd)
+            yield from _ssd_moves(reply.ssd)
 
 
 def _counter(name: str, says: str, value: float) -> Metric:
@@ -145,6 +148,11 @@ def _daemon(reply: pb.StatsReply) -> Iterator[Metric]:
     yield InfoMetricFamily("kvstored_build", "The release that runs.", value={"version": daemon.version})
     yield _gauge("healthy", "1 while the daemon knows of no problem of its own, else 0.", daemon.healthy)
     yield _gauge("problems", "Problems that the daemon knows of; kvstore-cli stats names them.", len(daemon.problems))
+    yield _gauge(
+        "degraded",
+        "What is out of use while the rest serves, such as the SSD tier; kvstore-cli stats names it.",
+        len(daemon.degraded),
+    )
     yield _gauge("uptime_seconds", "Since the daemon started.", daemon.uptime_s)
     yield _gauge(
         "process_anonymous_bytes", "Private memory of the daemon, without slab and index.", daemon.rss_anon_bytes
@@ -214,6 +222,80 @@ def _blocks(reply: pb.StatsReply) -> Iterator[Metric]:
     )
 
 
+def _ssd(ssd: pb.SsdStats) -> Iterator[Metric]:
+    yield InfoMetricFamily("kvstored_ssd", "The SSD tier's directory.", value={"path": ssd.path, "layout": ssd.layout})
+    yield _gauges(
+        "ssd_state",
+        "1 for the state that the SSD tier is in: opening, restoring (its records are being read), open, closed.",
+        "state",
+        {state: float(state == ssd.state) for state in ("opening", "restoring", "open", "closed")},
+    )
+    yield _gauge("ssd_in_use", "0 while the SSD tier is out of use; stats says why.", not ssd.trouble)
+    yield _gauge("ssd_direct", "0 where its bytes go through the page cache.", not ssd.direct_refused)
+    yield _gauge(
+        "ssd_aside",
+        "Directories set aside because they could not be read: above 0 somebody should look at them and remove them.",
+        ssd.aside,
+    )
+    yield _gauge(
+        "ssd_growing_refused", "1 where the last segment file that was wanted was not made.", bool(ssd.no_file)
+    )
+    yield _gauge("ssd_size_bytes", "Size of the SSD tier (ssd.size).", ssd.size_bytes)
+    yield _gauge("ssd_free_bytes", "What its file system has left.", ssd.free_bytes)
+    yield _gauges(
+        "ssd_bytes",
+        "Bytes of the SSD tier: physical (on the disk, files and catalogue), files (of segment files), used (extents "
+        "with a block or under I/O).",
+        "kind",
+        {"physical": ssd.physical_bytes, "files": ssd.file_bytes, "used": ssd.used_bytes},
+    )
+    yield _gauge("ssd_blocks", "Blocks on the SSD; those that memory has, too, are among them.", ssd.blocks)
+    yield _counter("ssd_evictions", "Blocks that left the SSD for room.", ssd.evicted)
+    yield _gauge("ssd_tickets", "Loads and prefetches that somebody waits for.", ssd.tickets)
+
+
+def _ssd_moves(ssd: pb.SsdStats) -> Iterator[Metric]:
+    """What moves between memory and the SSD, and what did not."""
+    queues, count = {queue.kind: queue for queue in ssd.queues}, ssd.counters
+    waiting = {kind: queue.waiting for kind, queue in queues.items()}
+    yield _gauges("ssd_queue_blocks", "Blocks that wait for the SSD, by kind of job.", "kind", waiting)
+    waiting_bytes = {kind: queue.waiting_bytes for kind, queue in queues.items()}
+    yield _gauges("ssd_queue_bytes", "Bytes of their slots.", "kind", waiting_bytes)
+    running = {kind: queue.running for kind, queue in queues.items()}
+    yield _gauges("ssd_queue_running", "Blocks being read or written.", "kind", running)
+    refused = {kind: queue.refused for kind, queue in queues.items()}
+    yield _counters("ssd_queue_refused", "Blocks that found their queue full.", "kind", refused)
+    moved = {kind: queue.moved_bytes for kind, queue in queues.items()}
+    yield _counters("ssd_moved_bytes", "Bytes of slots that jobs were begun for, by kind of job.", "kind", moved)
+    yield _counters(
+        "ssd_moved_blocks",
+        "Blocks that came: written (to the SSD), loaded (to memory).",
+        "direction",
+        {"written": count.written, "loaded": count.loaded},
+    )
+    yield _counters(
+        "ssd_block_bytes",
+        "Their bytes.",
+        "direction",
+        {"written": count.written_bytes, "loaded": count.loaded_bytes},
+    )
+    yield _counters(
+        "ssd_errors",
+        "Blocks that could not be written, or read.",
+        "direction",
+        {"write": count.write_errors, "read": count.read_errors},
+    )
+    yield _counter("ssd_corrupt", "Records whose bytes were not their own: removed, and a miss.", count.corrupt)
+    yield _counter(
+        "ssd_writes_dropped",
+        "Blocks that were to be written and were not: no room in queue or files, gone meanwhile, or out of use.",
+        count.writes_dropped,
+    )
+    yield _counter("ssd_loads_failed", "Blocks that somebody waited for and that did not come.", count.loads_failed)
+    yield _counter("ssd_offloaded", "Blocks written because their conversation was idle.", count.offloaded)
+    yield _counter("ssd_troubles", "Times that the SSD tier went out of use.", count.troubles)
+
+
 def _requests(reply: pb.StatsReply) -> Iterator[Metric]:
     count = reply.counters
     yield _counters(
@@ -274,18 +356,16 @@ def _operations(reply: pb.StatsReply) -> Iterator[Metric]:
         "kvstored_operation_bytes", "Bytes of blocks read or stored.", labels=["operation", "tier"]
     )
     seconds = HistogramMetricFamily(
-        "kvstored_operation_seconds", "Time of whole calls, as clients see them.", labels=["operation"]
+        "kvstored_operation_seconds",
+        "Time of whole calls, as clients see them, by the slowest tier that a block of the call came from.",
+        labels=["operation", "tier"],
     )
-    latencies: dict[str, tuple[list[int], float]] = {}
     for row in reply.operations:
         operation, tier = _OPERATIONS.get(row.operation, "other"), _TIERS.get(row.tier, "other")
         blocks.add_metric([operation, tier, "hit"], row.hits)
         blocks.add_metric([operation, tier, "miss"], row.misses)
         size.add_metric([operation, tier], row.size_bytes)
-        before, total = latencies.get(operation, ([0] * len(_BOUNDS), 0.0))
-        latencies[operation] = [a + b for a, b in zip(before, row.latencies, strict=True)], total + row.seconds
-    for operation, (counts, total) in latencies.items():
-        seconds.add_metric([operation], buckets=_buckets(counts), sum_value=total)
+        seconds.add_metric([operation, tier], buckets=_buckets(row.latencies), sum_value=row.seconds)
     yield from (blocks, size, seconds)
 
 

@@ -13,6 +13,8 @@ import socket
 import struct
 from dataclasses import dataclass
 
+from kvstore.instance import start_ticks
+
 SO_PEERPIDFD = 77
 """Linux 6.5 and later, include/uapi/asm-generic/socket.h; not in Python's socket module."""
 
@@ -44,6 +46,23 @@ class Peer:
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1
+
+
+def process(pid: int, born: int) -> Peer | None:
+    """The process of that number that began at that time (ticks since boot), to be watched; None where it is gone.
+
+    Where its start cannot be read it may be the one, and is taken for it. Raises OSError where no
+    descriptor is left to watch it with.
+    """
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    found = Peer(pid, -1, pidfd)
+    if found.gone() or start_ticks(pid) not in (born, None):
+        found.close()
+        return None
+    return found
 
 
 def peer_of(sock: socket.socket) -> Peer:

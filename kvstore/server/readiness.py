@@ -6,6 +6,9 @@ again, within the same step of the event loop (core/probe.py). Nobody can meet i
 all but the last of the memory is held, such a put works and its block is evicted at once:
 that is no store either, and is said of the memory.
 
+An SSD that is out of use stops neither: memory serves. It is named, as "degraded: ...", and keeps
+nobody from being sent here: elsewhere the same request would find no more.
+
 Health is less: what `Node.problems` says. A daemon whose memory is all held is healthy and
 not ready; one that is not healthy is never ready. What went wrong in passing is a problem
 until it has not come again for a while and a put and a get work (`Troubles`): a load
@@ -35,13 +38,14 @@ LATE_S_MAX = 0.5
 TROUBLE_S = 10.0
 """What has not come again for so long is over, if a put and a get work."""
 
+DEGRADED = "degraded: "
 IN_A_FREE_SLOT = "ok: in a free slot"
 BY_EVICTION = "ok: no slot is free, and a block may be evicted for one"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What `/readyz` says: each check by its name, "ok" or what is wrong."""
+    """What `/readyz` says: each check by its name, "ok", "degraded: ..." (ready all the same), or what is wrong."""
 
     ready: bool
     checks: dict[str, str]
@@ -72,6 +76,9 @@ class Readiness:
             "event loop": "ok" if late <= LATE_S_MAX else f"{late:.1f} s late; at most {LATE_S_MAX} s are well",
             "health": "; ".join(problems) or "ok",
         }
+        if self._node.ssd is not None:
+            degraded = "; ".join(self._node.degraded())
+            checks["ssd"] = f"{DEGRADED}{degraded}" if degraded else "ok"
         return Answer(all(map(_is_ok, checks.values())), checks)
 
     def works(self) -> bool:
@@ -170,4 +177,4 @@ class Troubles:
 
 
 def _is_ok(said: str) -> bool:
-    return said == "ok" or said.startswith("ok:")
+    return said == "ok" or said.startswith(("ok:", DEGRADED))

@@ -19,9 +19,10 @@ from google.protobuf.message import DecodeError
 
 from kvstore.core.holds import Session
 from kvstore.logs import logger
-from kvstore.server import calls, session_admin
+from kvstore.server import calls, loads, session_admin
 from kvstore.server.figures import CALLS_OF_OPS
 from kvstore.server.frames import Connection, FrameError, watch
+from kvstore.server.left import LeftSession
 from kvstore.server.peer import Peer, peer_of
 from kvstored.v1 import DESCRIPTORS_MAX, PROTOCOL, PROTOCOL_OLDEST
 from kvstored.v1 import kvstore_pb2 as pb
@@ -194,7 +195,8 @@ class ClientSession:
             # It waited in the socket until nobody waited for the answer; the next attempt must find the old session.
             raise FailedPrecondition("who asks for the old session is gone")
         server.make_place()
-        read_only = hello.read_only or self.peer.pidfd < 0
+        born, why = node.witness(self.peer.pid, self.peer.uid) if self.peer.pidfd >= 0 else (0, self.peer.why)
+        read_only = hello.read_only or bool(why)
         session = node.store.open_session(
             tenant,
             calls.printable(hello.client) or "unnamed",
@@ -203,6 +205,7 @@ class ClientSession:
             read_only=read_only,
             pid=self.peer.pid,
             nonce=secrets.randbits(64),
+            born=born,
         )
         try:
             resumed = old is not None and old.session is not None and self._resume(old, session, hello.resume)
@@ -223,7 +226,7 @@ class ClientSession:
             version=node.version,
             pid=server.pid,
             read_only=read_only,
-            read_only_reason=self.peer.why,
+            read_only_reason=why,
             tenant_bytes=node.store.segments.tenant_bytes(tenant.id),
             oldest_protocol=PROTOCOL_OLDEST,
             resumed=resumed,
@@ -231,7 +234,7 @@ class ClientSession:
             token=node.bindings.bind(session),
         )
 
-    def _resume(self, old: "ClientSession", heir: Session, resume: pb.Resume) -> bool:
+    def _resume(self, old: "ClientSession | LeftSession", heir: Session, resume: pb.Resume) -> bool:
         """Only the same process may take over what a session held."""
         was = old.session
         assert was is not None
@@ -272,9 +275,11 @@ class ClientSession:
             self.forget()
 
     def _unlist(self, session: Session) -> None:
-        """Nobody may find this session any more, to close it or to make calls as it."""
+        """Nobody may find this session any more, to close it or to make calls as it; what it waited for goes."""
         self.server.node.closers.pop(session.id, None)
         self.server.node.bindings.end(session)
+        if self.server.node.tickets is not None:
+            self.server.node.tickets.end(session)
 
     def _has_mappings(self) -> bool:
         """Whether this session was given memory that its process may still have mapped."""
@@ -364,8 +369,19 @@ class ClientSession:
         keys = calls.checked_keys(request.keys)
         reply = pb.Reply()
         reply.acquire.SetInParent()
-        reply.acquire.slots.extend(node.store.acquire(session, namespace, keys, time.monotonic()))
+        reply.acquire.slots.extend(loads.acquire(node, session, namespace, keys))
         return reply
+
+    def load(self, session: Session, request: pb.LoadRequest) -> pb.LoadReply | Coroutine[Any, Any, pb.LoadReply]:
+        return loads.load(self.server.node, session, request, counted=False)
+
+    def prefetch(self, session: Session, request: pb.PrefetchRequest) -> pb.PrefetchReply:
+        return loads.prefetch(self.server.node, session.tenant, session, request)
+
+    def ticket(
+        self, session: Session, request: pb.TicketRequest
+    ) -> pb.TicketReply | Coroutine[Any, Any, pb.TicketReply]:
+        return loads.ticket(self.server.node, session.tenant, session, request)
 
     def release(self, session: Session, request: pb.ReleaseRequest) -> pb.ReleaseReply:
         return calls.release(self.server.node, session, request)
@@ -424,6 +440,9 @@ CALLS: dict[str, Callable[[ClientSession, Session, Any], Any]] = {
     "abort": ClientSession.abort,
     "match": ClientSession.match,
     "acquire": ClientSession.acquire,
+    "load": ClientSession.load,
+    "prefetch": ClientSession.prefetch,
+    "ticket": ClientSession.ticket,
     "release": ClientSession.release,
     "touch": ClientSession.touch,
     "remove": ClientSession.remove,

@@ -34,6 +34,16 @@ async def end_session(client: "ClientSession", session: Session, request: pb.End
     return await admin.end_session(client.server.node, request, who, session.id)
 
 
+async def flush(client: "ClientSession", session: Session, request: pb.FlushRequest) -> pb.FlushReply:
+    _checked(client, session, "Flush")
+    return await admin.flush(client.server.node, request)
+
+
+async def verify(client: "ClientSession", session: Session, request: pb.VerifyRequest) -> pb.VerifyReply:
+    _checked(client, session, "Verify")
+    return await admin.verify(client.server.node, request)
+
+
 def is_quiet(client: "ClientSession") -> bool:
     """Whether this connection is one of `kvstore-cli`: what it changes is logged, that it came and went is not."""
     session = client.session
@@ -50,7 +60,7 @@ def _checked(client: "ClientSession", session: Session, call: str) -> Who:
     with client.server.node.refusals.told(call, who):
         admin.check_allowed(client.peer)
         if session.read_only:
-            raise FailedPrecondition("this session is read-only: it may inspect, and neither evict nor end a session")
+            raise FailedPrecondition("this session is read-only: it may inspect, and change nothing")
     return who
 
 
@@ -58,4 +68,6 @@ CALLS: dict[str, Callable[["ClientSession", Session, Any], Any]] = {
     "inspect": inspect,
     "evict": evict,
     "end_session": end_session,
+    "flush": flush,
+    "verify": verify,
 }

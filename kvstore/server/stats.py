@@ -71,8 +71,8 @@ def pool_stats(store: Store, pool: Pool) -> pb.PoolStats:
     )
 
 
-def session_stats(session: Session, now: float) -> pb.SessionStats:
-    """One session, perhaps ended while its process lives."""
+def session_stats(node: Node, session: Session, now: float) -> pb.SessionStats:
+    """One session, perhaps ended while its process lives; the daemon's own are as old as it is."""
     return pb.SessionStats(
         id=session.id,
         client=session.client,
@@ -83,13 +83,14 @@ def session_stats(session: Session, now: float) -> pb.SessionStats:
         granted_slots=len(session.granted),
         leased_slots=len(session.leased),
         held_bytes=session.held_bytes,
-        age_s=now - session.opened,
+        age_s=now - (session.opened or node.started),
         ended=session.ended,
     )
 
 
-def namespace_stats(namespace: Namespace) -> pb.NamespaceStats:
+def namespace_stats(node: Node, namespace: Namespace) -> pb.NamespaceStats:
     """One namespace."""
+    on_disk = node.moving.link.joined.disk_of.get(namespace.id) if node.moving is not None else None
     return pb.NamespaceStats(
         tenant=namespace.tenant.name,
         id=namespace.id,
@@ -98,6 +99,7 @@ def namespace_stats(namespace: Namespace) -> pb.NamespaceStats:
         block_bytes=namespace.block_bytes,
         blocks=namespace.blocks,
         block_tokens=namespace.block_tokens,
+        ssd_blocks=on_disk.blocks if on_disk is not None else 0,
     )
 
 
@@ -136,11 +138,12 @@ def build(
             rss_anon_bytes=rss_anon_bytes(),
             internal_errors=node.internal_errors,
             log_lines_dropped=logs.dropped(),
+            degraded=node.degraded(),
             open_descriptors=sum(1 for _ in Path("/proc/self/fd").iterdir()),
         ),
         host=host_stats(store, lock_error),
         pools=[pool_stats(store, pool) for pool in store.segments.filled()],
-        sessions=[session_stats(session, now) for session in store.sessions.values()],
+        sessions=[session_stats(node, session, now) for session in store.sessions.values()],
         counters=pb.Counters(
             protocol_errors=node.protocol_errors,
             segments_moved=store.room.moved,
@@ -148,22 +151,23 @@ def build(
         ),
         indexes=list(index_stats(node)),
         loops=list(loops),
-        namespaces=[namespace_stats(namespace) for namespace in store.namespaces[-NAMESPACES_SHOWN:]],
+        namespaces=[namespace_stats(node, namespace) for namespace in store.namespaces[-NAMESPACES_SHOWN:]],
         operations=list(node.figures.operation_stats()),
         calls=list(node.figures.call_stats()),
+        ssd=node.ssd.stats() if node.ssd is not None else None,
     )
 
 
-def keep_only(reply: pb.StatsReply, store: Store, tenant: str) -> None:
+def keep_only(reply: pb.StatsReply, node: Node, tenant: str) -> None:
     """Leaves out of the reply what is of other tenants: pools, sessions, indexes and namespaces.
 
-    What is of the whole node stays: its memory, counters, calls and loops name no tenant.
+    What is of the whole node stays: its memory, its SSD, counters, calls and loops name no tenant.
     """
     for rows in (reply.pools, reply.sessions, reply.indexes):
         kept = [row for row in rows if row.tenant == tenant]
         del rows[:]
         rows.extend(kept)  # type: ignore[arg-type]
-    of = store.tenants.get(tenant)
+    of = node.store.tenants.get(tenant)
     newest = [] if of is None else list(islice(reversed(of.namespaces.values()), NAMESPACES_SHOWN))
     del reply.namespaces[:]
-    reply.namespaces.extend(namespace_stats(namespace) for namespace in reversed(newest))
+    reply.namespaces.extend(namespace_stats(node, namespace) for namespace in reversed(newest))

@@ -169,6 +169,34 @@ class TenantIndex:
         if self._next is not None and self._waiting_next.pop(key, None) is None:
             self._next.remove(key)
 
+    def move(self, key: bytes, location: Location) -> None:
+        """A published block has come to, or left, memory: no copy that is not finished counts."""
+        at = self._table.find(key)
+        if at >= 0:
+            self._table.write(at, key, location)
+        else:
+            assert key in self._waiting, f"key {key.hex()[:12]} moved and not published"
+            self._waiting[key] = location
+        if self._next is None:
+            return
+        at = self._next.find(key)
+        if at >= 0:
+            self._next.write(at, key, location)
+        elif key in self._waiting_next:
+            self._waiting_next[key] = location
+
+    def flag(self, key: bytes, flags: int) -> None:
+        """Another tier has got, or lost, a copy. One byte is stored, and the number stays: no reader is disturbed."""
+        for table, waiting in ((self._table, self._waiting), (self._next, self._waiting_next)):
+            if table is None:
+                continue
+            at = table.find(key)
+            if at >= 0:
+                table.bytes[at + shm.FLAGS_AT] = flags
+            elif key in waiting:
+                segment, length, offset, _, pool, namespace = waiting[key]
+                waiting[key] = (segment, length, offset, flags, pool, namespace)
+
     def read(self, key: bytes) -> tuple[int, int, int] | None:
         """Segment, offset and length by the rule for readers: the number alone, the fields, the number again."""
         table = self._table
@@ -316,11 +344,23 @@ class Indexes:
         made = self._of[tenant] = TenantIndex(f"kvstored-index-{tenant}", self.epoch, capacity_for(blocks))
         return made
 
-    def publish(self, tenant: int, key: bytes, ref: int, offset: int, length: int, namespace: int) -> None:
-        self.of(tenant).publish(key, (shm.ref_segment(ref), length, offset, shm.HOST, 0, namespace))
+    def expect(self, tenant: int, blocks: int) -> None:
+        """So many are about to be published at once, before the index has had time to grow."""
+        self.make(tenant, max(blocks, self._blocks_expected))
+
+    def publish(
+        self, tenant: int, key: bytes, ref: int, offset: int, length: int, namespace: int, flags: int = shm.HOST
+    ) -> None:
+        self.of(tenant).publish(key, (shm.ref_segment(ref), length, offset, flags, 0, namespace))
 
     def withdraw(self, tenant: int, key: bytes) -> None:
         self.of(tenant).withdraw(key)
+
+    def move(self, tenant: int, key: bytes, ref: int, offset: int, length: int, namespace: int, flags: int) -> None:
+        self.of(tenant).move(key, (shm.ref_segment(ref), length, offset, flags, 0, namespace))
+
+    def flag(self, tenant: int, key: bytes, flags: int) -> None:
+        self.of(tenant).flag(key, flags)
 
     def find(self, tenant: int, key: bytes) -> tuple[int, int, int] | None:
         """Segment, offset and length of a block, as a reader finds them in the shared memory; None is a miss."""

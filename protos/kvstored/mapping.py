@@ -90,16 +90,21 @@ class Mapping:
         exporter.mapping = self
         return exporter
 
-    def populate(self, *, write: bool) -> None:
-        """Makes the page tables of the whole mapping, allocating the pages if `write`. Raises OSError."""
-        self._advise(MADV_POPULATE_WRITE if write else MADV_POPULATE_READ)
+    def populate(self, *, write: bool, start: int = 0, size_bytes: int | None = None) -> None:
+        """Makes the page tables of the mapping or of a part in whole pages, allocating them if `write`. Raises OSError.
+
+        EFAULT: there is no memory, where touching the page would end the process with SIGBUS.
+        """
+        end = self.size_bytes if size_bytes is None else start + size_bytes
+        self._advise(MADV_POPULATE_WRITE if write else MADV_POPULATE_READ, start, end)
 
     def lock(self) -> None:
         """Keeps the pages out of swap. Raises OSError (ENOMEM or EPERM: RLIMIT_MEMLOCK)."""
         for at in range(0, self.size_bytes, PIECE_BYTES):
             _check(_libc.mlock(self.address + at, min(PIECE_BYTES, self.size_bytes - at)), "mlock")
 
-    def _advise(self, advice: int) -> None:
-        for at in range(0, self.size_bytes, PIECE_BYTES):
-            piece = min(PIECE_BYTES, self.size_bytes - at)
+    def _advise(self, advice: int, start: int = 0, end: int | None = None) -> None:
+        end = self.size_bytes if end is None else end
+        for at in range(start, end, PIECE_BYTES):
+            piece = min(PIECE_BYTES, end - at)
             _check(_libc.madvise(self.address + at, piece, advice), f"madvise({advice})")

@@ -290,7 +290,7 @@ def test_an_error_behind_a_cancel_is_no_trouble(node: RunningDaemon, monkeypatch
     async def scenario() -> None:
         async with aio.Client(node.endpoint) as client:
             ns = await client.raw_namespace("error", BLOCK)
-            gate = Gate(monkeypatch, "acquire")
+            gate = Gate(monkeypatch, "may_wait")
             task = asyncio.ensure_future(_entered(ns.acquire([b"short"])))
             await gate.reached()
             task.cancel()

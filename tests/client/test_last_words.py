@@ -49,7 +49,7 @@ def ended(daemon: RunningDaemon, client: Client, ns: Namespace) -> Session:
     return session
 
 
-def commit(session: Session) -> list[int]:
+def commit(session: Session) -> list[pb.CommitReply]:
     slot = next(iter(session.writing))
     return session.commit([(pb.Request(commit=pb.CommitRequest(slots=[slot])), [slot])], BLOCK, reuse=False)
 

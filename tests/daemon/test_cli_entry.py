@@ -62,7 +62,7 @@ MISTAKES: dict[str, tuple[str | None, Sequence[str], dict[str, str], Sequence[st
         {"KVSTORED_LEASE__TTL": "soon"},
         ["lease.ttl", "soon", "KVSTORED_LEASE__TTL", "allowed: seconds"],
     ),
-    "a setting of a later release": (None, ["--set", "ssd.path=/ssd"], {}, ["ssd.path", "not part of this release"]),
+    "a setting of a later release": (None, ["--set", "gpu.size=1GiB"], {}, ["gpu.size", "not part of this release"]),
     "a file that is missing": (None, ["--config", "/nowhere/kv.toml"], {}, ["/nowhere/kv.toml", "does not exist"]),
     "a file that is a directory": (None, ["--config", "/"], {}, ["config file /", "directory"]),
     "a file that is not TOML": ("[host\n", [], {}, ["FILE", "not valid TOML", "line 1"]),

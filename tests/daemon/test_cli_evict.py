@@ -59,6 +59,8 @@ def said(blocks: int, held: int = 0, absent: int = 0, pinned: int = 0, leased: i
         "pinned_bytes": pinned * BLOCK,
         "leased": leased,
         "leased_bytes": leased * BLOCK,
+        "ssd_blocks": 0,
+        "ssd_bytes": 0,
     }
 
 

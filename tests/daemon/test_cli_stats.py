@@ -18,7 +18,9 @@ def as_dict(message: Message) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
-        if isinstance(value, Message):
+        if field.name == "ssd":
+            found["ssd"] = as_dict(value) if message.HasField("ssd") else None
+        elif isinstance(value, Message):
             found[field.name] = as_dict(value)
         elif isinstance(value, str | bytes | int | float):
             found[field.name] = value

@@ -108,7 +108,7 @@ def test_describe_lists_every_setting_once_in_order() -> None:
 UNKNOWN = {
     "a misspelt key": ("host.sise", "did you mean host.size?"),
     "a setting of another section": ("ssd.policy", "allowed in ssd: path"),
-    "a setting of a later release": ("ssd.write_back", "allowed in ssd: path"),
+    "a setting of a later release": ("ssd.compression", "allowed in ssd: path, size, write_back, layout, free_floor"),
     "a misspelt section": ("hots.size", "did you mean host.size?"),
     "a section in capitals": ("Host.size", "did you mean host.size?"),
     "an unknown section": ("warp.factor", "allowed: server, host, ssd, gpu, evict, lease, remote"),
@@ -360,10 +360,30 @@ def test_a_mark_is_a_fraction(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "path"),
+    [("none", None), ("fdstore", None), ("/dev/shm/kvstored", Path("/dev/shm/kvstored"))],
+)
+def test_memory_outlives_the_daemon_with_systemd_or_in_a_directory(text: str, path: Path | None) -> None:
+    host = settings(f"host.persist={text}").host
+    assert host.persist == text
+    assert host.persist_path == path
+
+
+@pytest.mark.parametrize("text", ["", "shm", "yes", "./here", "1"])
+def test_a_place_for_memory_that_is_no_path_is_refused(text: str) -> None:
+    assert "neither of the words nor an absolute path" in problem(f"host.persist={text}")
+
+
+def test_files_have_no_huge_pages_of_their_own() -> None:
+    """So "auto" does not ask for any, however large the slab."""
+    assert settings("host.size=65GiB").host.huge_pages_on
+    assert settings("host.size=65GiB", "host.persist=fdstore").host.huge_pages_on
+    assert not settings("host.size=65GiB", "host.persist=/dev/shm/kvstored").host.huge_pages_on
+
+
+@pytest.mark.parametrize(
     ("override", "what"),
     [
-        ("host.persist=fdstore", "memory that outlives the daemon"),
-        ("ssd.path=/mnt/ssd", "an SSD tier"),
         ("gpu.size=1GiB", "a GPU tier"),
         ('remote=[{"url": "redis://localhost"}]', "stores on other nodes"),
     ],

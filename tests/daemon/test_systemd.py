@@ -22,8 +22,10 @@ from pathlib import Path
 import pytest
 
 from kvstore.config import as_written, load
+from kvstore.daemon import GRPC_GRACE_S, SAVE_S
 from kvstore.errors import ConfigError, StartupError
-from kvstore_client import Client
+from kvstore.moving import CLOSE_S
+from kvstore_client import Client, admin
 from tests.conftest import KVSTORED, RunningDaemon
 from tests.nodes import block, running
 
@@ -86,7 +88,10 @@ def test_the_unit_is_what_the_daemon_counts_on() -> None:
         "ProtectProc": "default",
     }.items():
         assert lines(key) == [value]
-    assert not lines("FileDescriptorStoreMax")
+    (kept,) = lines("FileDescriptorStoreMax")
+    assert int(kept) >= 1 + 2 * 1024 + 1024, "two descriptors a segment, the ledger, and room for large blocks"
+    (stop,) = lines("TimeoutStopSec")
+    assert int(stop.removesuffix("s")) > SAVE_S + CLOSE_S + GRPC_GRACE_S + 10, "the longest stop, and some seconds"
     assert StartupError.exit_status not in (0, ConfigError.exit_status), "what may pass is tried again"
 
 
@@ -237,6 +242,7 @@ def confined() -> Iterator[RunningDaemon]:
     with tempfile.TemporaryDirectory(prefix="kvstored-test-") as directory:
         settings = {"server.grpc": "127.0.0.1:0", "server.http": "localhost:0", "server.socket_group": GROUP}
         settings["host.size"] = "4MiB"  # what anybody may lock, wherever this runs
+        settings |= {"ssd.path": f"{directory}/state/ssd", "ssd.size": "64MiB", "ssd.free_floor": "0B"}
         os.chown(directory, -1, grp.getgrnam(GROUP).gr_gid)
         Path(directory).chmod(0o750)
         daemon = Confined(Path(directory), settings)
@@ -261,10 +267,19 @@ def test_the_daemon_serves_within_the_unit_s_sandbox(confined: RunningDaemon) ->
                 assert ns.put([key], [block(i, BLOCK)]).stored == 1
             assert ns.get([keys[-1]]) == [block(199, BLOCK)]
             large = client.raw_namespace("another size", 1 << 20)
-            assert large.put([large.key(b"x")], [bytes(1 << 20)]).stored == 1, "segments are made and dropped"
+            assert large.put([large.key(endpoint.encode())], [bytes(1 << 20)]).stored == 1, (
+                "segments are made and dropped"
+            )
             stats = client.stats()
             assert stats["host"]["locked"], stats["host"]["locked_reason"]
             assert stats["daemon"]["healthy"], stats["daemon"]["problems"]
+            assert not stats["daemon"]["degraded"], stats["daemon"]["degraded"]
+            assert stats["ssd"]["counters"]["written"] > 0
+            assert not stats["ssd"]["direct_refused"]
+    with Client(confined.endpoint) as client:
+        verified = admin.verify(client, 0, 1024)
+        assert (verified.cursor, verified.bad, verified.failed) == (0, 0, 0)
+        assert verified.blocks > 0
     with urllib.request.urlopen(f"{confined.http_url}/readyz", timeout=10) as answer:
         assert answer.status == 200
     said = confined.output()

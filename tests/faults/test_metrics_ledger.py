@@ -110,7 +110,7 @@ def told(ledger: Ledger, expected: Samples) -> Iterator[None]:
 def operation(name: str, calls: int, hits: int, misses: int, size_bytes: int) -> Samples:
     """What calls of one operation add."""
     rise = {
-        f"kvstored_operation_seconds_count{{operation={name}}}": calls,
+        f"kvstored_operation_seconds_count{{operation={name},tier=host}}": calls,
         f"kvstored_operation_blocks_total{{operation={name},result=hit,tier=host}}": hits,
         f"kvstored_operation_blocks_total{{operation={name},result=miss,tier=host}}": misses,
         f"kvstored_operation_bytes_total{{operation={name},tier=host}}": size_bytes,

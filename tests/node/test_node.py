@@ -1,5 +1,6 @@
 """A client in another language, from the .proto files alone: what it puts the SDK gets, and the other way round."""
 
+import base64
 import json
 import subprocess
 from collections.abc import Callable, Iterator
@@ -70,7 +71,7 @@ def test_what_node_puts_the_sdk_gets_and_the_other_way_round(
         keys = [ns.key(f"{size_bytes} {i}".encode()) for i in range(2 * count)]
         names = [key.hex() for key in keys]
         file.write_bytes(b"".join(blocks[:count]))
-        assert node("put", digest, size_bytes, file, *names[:count]) == {"results": STORED * count}
+        assert node("put", digest, size_bytes, file, *names[:count]) == {"results": STORED * count, "not_durable": ""}
         assert ns.put(keys, blocks[count:], start=count).stored == count
         assert ns.get(keys) == blocks
         absent = blake2b(b"absent", digest_size=32).hexdigest()
@@ -81,7 +82,7 @@ def test_what_node_puts_the_sdk_gets_and_the_other_way_round(
         with Client(daemon.grpc_endpoint) as remote:
             assert remote.raw_namespace("node", size_bytes).get(keys) == blocks
         file.write_bytes(bytes(size_bytes) * count)
-        assert node("put", digest, size_bytes, file, *names[:count]) == {"results": EXISTS * count}
+        assert node("put", digest, size_bytes, file, *names[:count]) == {"results": EXISTS * count, "not_durable": ""}
         assert ns.get(keys[:count]) == blocks[:count]
 
 
@@ -99,6 +100,23 @@ def test_what_is_wrong_is_an_error_of_its_kind(node: Node, tmp_path: Path) -> No
     assert "kvstored-session" in said["details"]
     assert node("call", "Nothing", "{}")["code"].startswith("TypeError")
     assert node("get", digest, 4096, tmp_path / "none", key) == {"announced": 0, "blocks": 0}
+
+
+def test_node_prefetches_and_hears_how_it_ended(daemon: RunningDaemon, node: Node, tmp_path: Path) -> None:
+    file, digest = tmp_path / "blocks", identity("prefetched", 4096)
+    keys = [blake2b(bytes([i]), digest_size=32).digest() for i in range(3)]
+    file.write_bytes(bytes(3 * 4096))
+    assert node("put", digest, 4096, file, *(key.hex() for key in keys))["results"] == STORED * 3
+    opened = node("call", "OpenNamespace", json.dumps({"digest": base64.b64encode(bytes.fromhex(digest)).decode(),
+                                                       "block_bytes": 4096}))  # fmt: skip
+    named = [base64.b64encode(key).decode() for key in keys]
+    request = {"namespace_id": opened["namespace_id"], "keys": named, "deadline_ms": 5000}
+    begun = node("call", "Prefetch", json.dumps(request))
+    assert (begun["blocks"], begun["state"]) == (3, "TICKET_DONE")  # without an SSD it is done at once
+    ended = node("call", "Ticket", json.dumps({"ticket": begun["ticket"], "wait_ms": 1000}))
+    assert ended["state"] == "TICKET_NONE"
+    said = node("call", "Load", json.dumps(request))
+    assert (said["code"], "Load is for calls bound to a session" in said["details"]) == ("FAILED_PRECONDITION", True)
 
 
 def test_health_by_both_services(node: Node) -> None:

@@ -90,6 +90,7 @@ WRONG: dict[str, tuple[Callable[[int], list[pb.Report]], str]] = {
     "not a number of seconds": (lambda n: [report(n, seconds=float("nan"))], "nan seconds"),
     "endless seconds": (lambda n: [report(n, seconds=float("inf"))], "inf seconds"),
     "negative seconds": (lambda n: [report(n, seconds=-1e-9)], "seconds, which is no number from 0 up"),
+    "tier": (lambda n: [report(n, tier=9)], "report 0 is of tier 9, which this daemon does not know"),
     "too many": (lambda n: [report(n)] * (REPORTS_MAX + 1), f"257 reports in one message; at most {REPORTS_MAX}"),
 }
 
@@ -119,6 +120,22 @@ def test_wrong_keys_or_a_wrong_hint_count_nothing_either(wire: Wire, number: int
 def test_namespaces_of_other_tenants_cannot_be_reported(node: RunningDaemon, wire: Wire, number: int) -> None:
     with Wire(node.socket, tenant="other") as other, pytest.raises(InvalidArgument, match="tenant 'other'"):
         other.call(touch=pb.TouchRequest(reports=[report(number)]))
+
+
+def test_reports_of_two_tiers_are_two_rows_and_one_total(wire: Wire, number: int) -> None:
+    before = wire.call(stats=pb.StatsRequest()).stats
+    reports = [report(number), report(number, tier=pb.TIER_HOST), report(number, tier=pb.TIER_SSD)]
+    wire.call(touch=pb.TouchRequest(reports=reports))
+    after = wire.call(stats=pb.StatsRequest()).stats
+
+    def rows(stats: pb.StatsReply, tier: int) -> list[int]:
+        kind = reports[0].operation
+        return [row.hits for row in stats.operations if (row.operation, row.tier) == (kind, tier)]
+
+    hits = reports[0].hits
+    assert sum(rows(after, pb.TIER_HOST)) - sum(rows(before, pb.TIER_HOST)) == 2 * hits
+    assert sum(rows(after, pb.TIER_SSD)) - sum(rows(before, pb.TIER_SSD)) == hits
+    assert after.counters.hits - before.counters.hits == 3 * hits
 
 
 def test_as_many_reports_as_allowed_fit_with_as_many_keys(wire: Wire, number: int) -> None:

@@ -203,7 +203,7 @@ def test_histograms_are_cumulative_and_end_with_all_calls() -> None:
     )
     samples = read(text_families(Metrics(lambda: reply).render("")[0].decode()))
     for name, labels in (
-        ("kvstored_operation_seconds", {"operation": "get"}),
+        ("kvstored_operation_seconds", {"operation": "get", "tier": "host"}),
         ("kvstored_call_seconds", {"edge": "grpc", "call": "Match"}),
     ):
         of = tuple(sorted(labels.items()))

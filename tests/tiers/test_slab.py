@@ -266,7 +266,7 @@ def test_memory_that_is_locked_says_nothing(memory: Slab) -> None:
     if memory.lock_error:
         pytest.skip(f"this process may not lock a MiB: {memory.lock_error}")
     with open("/proc/self/smaps") as smaps:
-        parts = smaps.read().split("/memfd:kvstored-1 ")
+        parts = smaps.read().split("/memfd:kvstored-segment-1 ")
     assert any("lo" in part.split("VmFlags:")[1].split("\n")[0].split() for part in parts[1:])
 
 

@@ -148,18 +148,20 @@ class SegmentInfo(_message.Message):
     def __init__(self, id: _Optional[int] = ..., tenant: _Optional[str] = ..., size_bytes: _Optional[int] = ..., block_bytes: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., slots: _Optional[int] = ..., free: _Optional[int] = ..., granted: _Optional[int] = ..., quarantined: _Optional[int] = ..., blocks: _Optional[int] = ..., leased: _Optional[int] = ..., pinned: _Optional[int] = ..., doomed: _Optional[int] = ..., idle_s: _Optional[float] = ..., sessions: _Optional[_Iterable[int]] = ..., draining: bool = ...) -> None: ...
 
 class EvictRequest(_message.Message):
-    __slots__ = ("tenant", "keys", "namespace", "size_bytes", "all")
+    __slots__ = ("tenant", "keys", "namespace", "size_bytes", "all", "tier")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     ALL_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     keys: EvictKeys
     namespace: bytes
     size_bytes: int
     all: bool
-    def __init__(self, tenant: _Optional[str] = ..., keys: _Optional[_Union[EvictKeys, _Mapping]] = ..., namespace: _Optional[bytes] = ..., size_bytes: _Optional[int] = ..., all: bool = ...) -> None: ...
+    tier: _stats_pb2.Tier
+    def __init__(self, tenant: _Optional[str] = ..., keys: _Optional[_Union[EvictKeys, _Mapping]] = ..., namespace: _Optional[bytes] = ..., size_bytes: _Optional[int] = ..., all: bool = ..., tier: _Optional[_Union[_stats_pb2.Tier, str]] = ...) -> None: ...
 
 class EvictKeys(_message.Message):
     __slots__ = ("keys",)
@@ -168,7 +170,7 @@ class EvictKeys(_message.Message):
     def __init__(self, keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class EvictReply(_message.Message):
-    __slots__ = ("blocks", "size_bytes", "held", "absent", "held_bytes", "pinned", "pinned_bytes", "leased", "leased_bytes")
+    __slots__ = ("blocks", "size_bytes", "held", "absent", "held_bytes", "pinned", "pinned_bytes", "leased", "leased_bytes", "ssd_blocks", "ssd_bytes")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
@@ -178,6 +180,8 @@ class EvictReply(_message.Message):
     PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
     LEASED_FIELD_NUMBER: _ClassVar[int]
     LEASED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SSD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SSD_BYTES_FIELD_NUMBER: _ClassVar[int]
     blocks: int
     size_bytes: int
     held: int
@@ -187,7 +191,9 @@ class EvictReply(_message.Message):
     pinned_bytes: int
     leased: int
     leased_bytes: int
-    def __init__(self, blocks: _Optional[int] = ..., size_bytes: _Optional[int] = ..., held: _Optional[int] = ..., absent: _Optional[int] = ..., held_bytes: _Optional[int] = ..., pinned: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., leased: _Optional[int] = ..., leased_bytes: _Optional[int] = ...) -> None: ...
+    ssd_blocks: int
+    ssd_bytes: int
+    def __init__(self, blocks: _Optional[int] = ..., size_bytes: _Optional[int] = ..., held: _Optional[int] = ..., absent: _Optional[int] = ..., held_bytes: _Optional[int] = ..., pinned: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., leased: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., ssd_blocks: _Optional[int] = ..., ssd_bytes: _Optional[int] = ...) -> None: ...
 
 class EndSessionRequest(_message.Message):
     __slots__ = ("session",)
@@ -202,3 +208,45 @@ class EndSessionReply(_message.Message):
     found: bool
     quarantined: int
     def __init__(self, found: bool = ..., quarantined: _Optional[int] = ...) -> None: ...
+
+class FlushRequest(_message.Message):
+    __slots__ = ("wait_ms",)
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    wait_ms: int
+    def __init__(self, wait_ms: _Optional[int] = ...) -> None: ...
+
+class FlushReply(_message.Message):
+    __slots__ = ("left", "trouble", "done")
+    LEFT_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    left: int
+    trouble: str
+    done: bool
+    def __init__(self, left: _Optional[int] = ..., trouble: _Optional[str] = ..., done: bool = ...) -> None: ...
+
+class VerifyRequest(_message.Message):
+    __slots__ = ("cursor", "blocks_max")
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_MAX_FIELD_NUMBER: _ClassVar[int]
+    cursor: int
+    blocks_max: int
+    def __init__(self, cursor: _Optional[int] = ..., blocks_max: _Optional[int] = ...) -> None: ...
+
+class VerifyReply(_message.Message):
+    __slots__ = ("cursor", "blocks", "size_bytes", "bad", "failed", "total", "trouble")
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BAD_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    cursor: int
+    blocks: int
+    size_bytes: int
+    bad: int
+    failed: int
+    total: int
+    trouble: str
+    def __init__(self, cursor: _Optional[int] = ..., blocks: _Optional[int] = ..., size_bytes: _Optional[int] = ..., bad: _Optional[int] = ..., failed: _Optional[int] = ..., total: _Optional[int] = ..., trouble: _Optional[str] = ...) -> None: ...

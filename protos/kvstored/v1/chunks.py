@@ -18,6 +18,9 @@ from google.protobuf.message import DecodeError
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.errors import InvalidArgument
 
+TIER_METADATA = "kvstored-tier"
+"""Trailing metadata of a Get: the number of the slowest tier that a block of it came from; none is memory."""
+
 CHUNK_BYTES = 1 << 20
 """What is sent in one message: of 256, 512 and 1024 KiB the fastest, and with other load on the machine by far."""
 

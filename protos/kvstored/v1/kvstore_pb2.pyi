@@ -18,6 +18,10 @@ from kvstored.v1.admin_pb2 import EvictKeys as EvictKeys
 from kvstored.v1.admin_pb2 import EvictReply as EvictReply
 from kvstored.v1.admin_pb2 import EndSessionRequest as EndSessionRequest
 from kvstored.v1.admin_pb2 import EndSessionReply as EndSessionReply
+from kvstored.v1.admin_pb2 import FlushRequest as FlushRequest
+from kvstored.v1.admin_pb2 import FlushReply as FlushReply
+from kvstored.v1.admin_pb2 import VerifyRequest as VerifyRequest
+from kvstored.v1.admin_pb2 import VerifyReply as VerifyReply
 from kvstored.v1.stats_pb2 import StatsRequest as StatsRequest
 from kvstored.v1.stats_pb2 import StatsReply as StatsReply
 from kvstored.v1.stats_pb2 import DaemonStats as DaemonStats
@@ -32,6 +36,9 @@ from kvstored.v1.stats_pb2 import LoopStats as LoopStats
 from kvstored.v1.stats_pb2 import NamespaceStats as NamespaceStats
 from kvstored.v1.stats_pb2 import HealthRequest as HealthRequest
 from kvstored.v1.stats_pb2 import HealthReply as HealthReply
+from kvstored.v1.stats_pb2 import SsdStats as SsdStats
+from kvstored.v1.stats_pb2 import QueueStats as QueueStats
+from kvstored.v1.stats_pb2 import MoveCounters as MoveCounters
 from kvstored.v1.stats_pb2 import Tier as Tier
 from kvstored.v1.stats_pb2 import Operation as Operation
 
@@ -63,6 +70,14 @@ class CommitResult(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     STORED: _ClassVar[CommitResult]
     EXISTS: _ClassVar[CommitResult]
     REJECTED: _ClassVar[CommitResult]
+
+class TicketState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TICKET_NONE: _ClassVar[TicketState]
+    TICKET_RUNNING: _ClassVar[TicketState]
+    TICKET_DONE: _ClassVar[TicketState]
+    TICKET_FAILED: _ClassVar[TicketState]
+    TICKET_CANCELLED: _ClassVar[TicketState]
 OK: Code
 INVALID_ARGUMENT: Code
 DEADLINE_EXCEEDED: Code
@@ -74,6 +89,11 @@ UNAUTHENTICATED: Code
 STORED: CommitResult
 EXISTS: CommitResult
 REJECTED: CommitResult
+TICKET_NONE: TicketState
+TICKET_RUNNING: TicketState
+TICKET_DONE: TicketState
+TICKET_FAILED: TicketState
+TICKET_CANCELLED: TicketState
 
 class Error(_message.Message):
     __slots__ = ("code", "message")
@@ -242,12 +262,16 @@ class CommitRequest(_message.Message):
     def __init__(self, namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., slots: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[bytes]] = ..., depths: _Optional[_Iterable[int]] = ..., hint: _Optional[_Union[Hint, _Mapping]] = ..., want: _Optional[int] = ..., durable: bool = ...) -> None: ...
 
 class CommitReply(_message.Message):
-    __slots__ = ("results", "slots")
+    __slots__ = ("results", "slots", "ticket", "not_durable")
     RESULTS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    NOT_DURABLE_FIELD_NUMBER: _ClassVar[int]
     results: _containers.RepeatedScalarFieldContainer[CommitResult]
     slots: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, results: _Optional[_Iterable[_Union[CommitResult, str]]] = ..., slots: _Optional[_Iterable[int]] = ...) -> None: ...
+    ticket: int
+    not_durable: str
+    def __init__(self, results: _Optional[_Iterable[_Union[CommitResult, str]]] = ..., slots: _Optional[_Iterable[int]] = ..., ticket: _Optional[int] = ..., not_durable: _Optional[str] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("slots", "all", "keep")
@@ -293,6 +317,80 @@ class AcquireReply(_message.Message):
     slots: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, slots: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class LoadRequest(_message.Message):
+    __slots__ = ("namespace_id", "keys", "deadline_ms", "wait_ms", "ticket", "give_up")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    GIVE_UP_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: int
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    deadline_ms: int
+    wait_ms: int
+    ticket: int
+    give_up: bool
+    def __init__(self, namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., deadline_ms: _Optional[int] = ..., wait_ms: _Optional[int] = ..., ticket: _Optional[int] = ..., give_up: bool = ...) -> None: ...
+
+class LoadReply(_message.Message):
+    __slots__ = ("ticket", "slots", "why", "loaded")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    LOADED_FIELD_NUMBER: _ClassVar[int]
+    ticket: int
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    why: str
+    loaded: int
+    def __init__(self, ticket: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ..., why: _Optional[str] = ..., loaded: _Optional[int] = ...) -> None: ...
+
+class PrefetchRequest(_message.Message):
+    __slots__ = ("namespace_id", "keys", "deadline_ms", "priority")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: int
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    deadline_ms: int
+    priority: int
+    def __init__(self, namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., deadline_ms: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
+
+class PrefetchReply(_message.Message):
+    __slots__ = ("ticket", "state", "blocks")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ticket: int
+    state: TicketState
+    blocks: int
+    def __init__(self, ticket: _Optional[int] = ..., state: _Optional[_Union[TicketState, str]] = ..., blocks: _Optional[int] = ...) -> None: ...
+
+class TicketRequest(_message.Message):
+    __slots__ = ("ticket", "wait_ms", "cancel")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    ticket: int
+    wait_ms: int
+    cancel: bool
+    def __init__(self, ticket: _Optional[int] = ..., wait_ms: _Optional[int] = ..., cancel: bool = ...) -> None: ...
+
+class TicketReply(_message.Message):
+    __slots__ = ("state", "blocks", "loaded", "waiting", "why")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LOADED_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    state: TicketState
+    blocks: int
+    loaded: int
+    waiting: int
+    why: str
+    def __init__(self, state: _Optional[_Union[TicketState, str]] = ..., blocks: _Optional[int] = ..., loaded: _Optional[int] = ..., waiting: _Optional[int] = ..., why: _Optional[str] = ...) -> None: ...
+
 class ReleaseRequest(_message.Message):
     __slots__ = ("slots", "all", "keep")
     SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -318,7 +416,7 @@ class TouchRequest(_message.Message):
     def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., hint: _Optional[_Union[Hint, _Mapping]] = ..., reports: _Optional[_Iterable[_Union[Report, _Mapping]]] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("operation", "namespace_id", "calls", "calls_hit", "hits", "misses", "seconds", "latencies")
+    __slots__ = ("operation", "namespace_id", "calls", "calls_hit", "hits", "misses", "seconds", "latencies", "tier")
     OPERATION_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
@@ -327,6 +425,7 @@ class Report(_message.Message):
     MISSES_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     LATENCIES_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
     operation: _stats_pb2.Operation
     namespace_id: int
     calls: int
@@ -335,7 +434,8 @@ class Report(_message.Message):
     misses: int
     seconds: float
     latencies: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, operation: _Optional[_Union[_stats_pb2.Operation, str]] = ..., namespace_id: _Optional[int] = ..., calls: _Optional[int] = ..., calls_hit: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., seconds: _Optional[float] = ..., latencies: _Optional[_Iterable[int]] = ...) -> None: ...
+    tier: _stats_pb2.Tier
+    def __init__(self, operation: _Optional[_Union[_stats_pb2.Operation, str]] = ..., namespace_id: _Optional[int] = ..., calls: _Optional[int] = ..., calls_hit: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., seconds: _Optional[float] = ..., latencies: _Optional[_Iterable[int]] = ..., tier: _Optional[_Union[_stats_pb2.Tier, str]] = ...) -> None: ...
 
 class TouchReply(_message.Message):
     __slots__ = ()
@@ -410,7 +510,7 @@ class SyncReply(_message.Message):
     def __init__(self) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "hello", "index", "segments", "open_namespace", "reserve", "commit", "abort", "match", "acquire", "release", "touch", "remove", "pin", "unpin", "clear", "sync", "stats", "health", "inspect", "evict", "end_session")
+    __slots__ = ("id", "hello", "index", "segments", "open_namespace", "reserve", "commit", "abort", "match", "acquire", "release", "touch", "remove", "pin", "unpin", "clear", "sync", "stats", "health", "inspect", "evict", "end_session", "load", "prefetch", "ticket", "flush", "verify")
     ID_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -433,6 +533,11 @@ class Request(_message.Message):
     INSPECT_FIELD_NUMBER: _ClassVar[int]
     EVICT_FIELD_NUMBER: _ClassVar[int]
     END_SESSION_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    FLUSH_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_FIELD_NUMBER: _ClassVar[int]
     id: int
     hello: HelloRequest
     index: IndexRequest
@@ -455,10 +560,15 @@ class Request(_message.Message):
     inspect: _admin_pb2.InspectRequest
     evict: _admin_pb2.EvictRequest
     end_session: _admin_pb2.EndSessionRequest
-    def __init__(self, id: _Optional[int] = ..., hello: _Optional[_Union[HelloRequest, _Mapping]] = ..., index: _Optional[_Union[IndexRequest, _Mapping]] = ..., segments: _Optional[_Union[SegmentsRequest, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceRequest, _Mapping]] = ..., reserve: _Optional[_Union[ReserveRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., abort: _Optional[_Union[AbortRequest, _Mapping]] = ..., match: _Optional[_Union[MatchRequest, _Mapping]] = ..., acquire: _Optional[_Union[AcquireRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., touch: _Optional[_Union[TouchRequest, _Mapping]] = ..., remove: _Optional[_Union[RemoveRequest, _Mapping]] = ..., pin: _Optional[_Union[PinRequest, _Mapping]] = ..., unpin: _Optional[_Union[UnpinRequest, _Mapping]] = ..., clear: _Optional[_Union[ClearRequest, _Mapping]] = ..., sync: _Optional[_Union[SyncRequest, _Mapping]] = ..., stats: _Optional[_Union[_stats_pb2.StatsRequest, _Mapping]] = ..., health: _Optional[_Union[_stats_pb2.HealthRequest, _Mapping]] = ..., inspect: _Optional[_Union[_admin_pb2.InspectRequest, _Mapping]] = ..., evict: _Optional[_Union[_admin_pb2.EvictRequest, _Mapping]] = ..., end_session: _Optional[_Union[_admin_pb2.EndSessionRequest, _Mapping]] = ...) -> None: ...
+    load: LoadRequest
+    prefetch: PrefetchRequest
+    ticket: TicketRequest
+    flush: _admin_pb2.FlushRequest
+    verify: _admin_pb2.VerifyRequest
+    def __init__(self, id: _Optional[int] = ..., hello: _Optional[_Union[HelloRequest, _Mapping]] = ..., index: _Optional[_Union[IndexRequest, _Mapping]] = ..., segments: _Optional[_Union[SegmentsRequest, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceRequest, _Mapping]] = ..., reserve: _Optional[_Union[ReserveRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., abort: _Optional[_Union[AbortRequest, _Mapping]] = ..., match: _Optional[_Union[MatchRequest, _Mapping]] = ..., acquire: _Optional[_Union[AcquireRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., touch: _Optional[_Union[TouchRequest, _Mapping]] = ..., remove: _Optional[_Union[RemoveRequest, _Mapping]] = ..., pin: _Optional[_Union[PinRequest, _Mapping]] = ..., unpin: _Optional[_Union[UnpinRequest, _Mapping]] = ..., clear: _Optional[_Union[ClearRequest, _Mapping]] = ..., sync: _Optional[_Union[SyncRequest, _Mapping]] = ..., stats: _Optional[_Union[_stats_pb2.StatsRequest, _Mapping]] = ..., health: _Optional[_Union[_stats_pb2.HealthRequest, _Mapping]] = ..., inspect: _Optional[_Union[_admin_pb2.InspectRequest, _Mapping]] = ..., evict: _Optional[_Union[_admin_pb2.EvictRequest, _Mapping]] = ..., end_session: _Optional[_Union[_admin_pb2.EndSessionRequest, _Mapping]] = ..., load: _Optional[_Union[LoadRequest, _Mapping]] = ..., prefetch: _Optional[_Union[PrefetchRequest, _Mapping]] = ..., ticket: _Optional[_Union[TicketRequest, _Mapping]] = ..., flush: _Optional[_Union[_admin_pb2.FlushRequest, _Mapping]] = ..., verify: _Optional[_Union[_admin_pb2.VerifyRequest, _Mapping]] = ...) -> None: ...
 
 class Reply(_message.Message):
-    __slots__ = ("id", "error", "recall", "detach", "hello", "index", "segments", "open_namespace", "reserve", "commit", "abort", "match", "acquire", "release", "touch", "remove", "pin", "unpin", "clear", "sync", "stats", "health", "inspect", "evict", "end_session")
+    __slots__ = ("id", "error", "recall", "detach", "hello", "index", "segments", "open_namespace", "reserve", "commit", "abort", "match", "acquire", "release", "touch", "remove", "pin", "unpin", "clear", "sync", "stats", "health", "inspect", "evict", "end_session", "load", "prefetch", "ticket", "flush", "verify")
     ID_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     RECALL_FIELD_NUMBER: _ClassVar[int]
@@ -484,6 +594,11 @@ class Reply(_message.Message):
     INSPECT_FIELD_NUMBER: _ClassVar[int]
     EVICT_FIELD_NUMBER: _ClassVar[int]
     END_SESSION_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    FLUSH_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_FIELD_NUMBER: _ClassVar[int]
     id: int
     error: Error
     recall: bool
@@ -509,7 +624,12 @@ class Reply(_message.Message):
     inspect: _admin_pb2.InspectReply
     evict: _admin_pb2.EvictReply
     end_session: _admin_pb2.EndSessionReply
-    def __init__(self, id: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., recall: bool = ..., detach: _Optional[_Iterable[int]] = ..., hello: _Optional[_Union[HelloReply, _Mapping]] = ..., index: _Optional[_Union[IndexReply, _Mapping]] = ..., segments: _Optional[_Union[SegmentsReply, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceReply, _Mapping]] = ..., reserve: _Optional[_Union[ReserveReply, _Mapping]] = ..., commit: _Optional[_Union[CommitReply, _Mapping]] = ..., abort: _Optional[_Union[AbortReply, _Mapping]] = ..., match: _Optional[_Union[MatchReply, _Mapping]] = ..., acquire: _Optional[_Union[AcquireReply, _Mapping]] = ..., release: _Optional[_Union[ReleaseReply, _Mapping]] = ..., touch: _Optional[_Union[TouchReply, _Mapping]] = ..., remove: _Optional[_Union[RemoveReply, _Mapping]] = ..., pin: _Optional[_Union[PinReply, _Mapping]] = ..., unpin: _Optional[_Union[UnpinReply, _Mapping]] = ..., clear: _Optional[_Union[ClearReply, _Mapping]] = ..., sync: _Optional[_Union[SyncReply, _Mapping]] = ..., stats: _Optional[_Union[_stats_pb2.StatsReply, _Mapping]] = ..., health: _Optional[_Union[_stats_pb2.HealthReply, _Mapping]] = ..., inspect: _Optional[_Union[_admin_pb2.InspectReply, _Mapping]] = ..., evict: _Optional[_Union[_admin_pb2.EvictReply, _Mapping]] = ..., end_session: _Optional[_Union[_admin_pb2.EndSessionReply, _Mapping]] = ...) -> None: ...
+    load: LoadReply
+    prefetch: PrefetchReply
+    ticket: TicketReply
+    flush: _admin_pb2.FlushReply
+    verify: _admin_pb2.VerifyReply
+    def __init__(self, id: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., recall: bool = ..., detach: _Optional[_Iterable[int]] = ..., hello: _Optional[_Union[HelloReply, _Mapping]] = ..., index: _Optional[_Union[IndexReply, _Mapping]] = ..., segments: _Optional[_Union[SegmentsReply, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceReply, _Mapping]] = ..., reserve: _Optional[_Union[ReserveReply, _Mapping]] = ..., commit: _Optional[_Union[CommitReply, _Mapping]] = ..., abort: _Optional[_Union[AbortReply, _Mapping]] = ..., match: _Optional[_Union[MatchReply, _Mapping]] = ..., acquire: _Optional[_Union[AcquireReply, _Mapping]] = ..., release: _Optional[_Union[ReleaseReply, _Mapping]] = ..., touch: _Optional[_Union[TouchReply, _Mapping]] = ..., remove: _Optional[_Union[RemoveReply, _Mapping]] = ..., pin: _Optional[_Union[PinReply, _Mapping]] = ..., unpin: _Optional[_Union[UnpinReply, _Mapping]] = ..., clear: _Optional[_Union[ClearReply, _Mapping]] = ..., sync: _Optional[_Union[SyncReply, _Mapping]] = ..., stats: _Optional[_Union[_stats_pb2.StatsReply, _Mapping]] = ..., health: _Optional[_Union[_stats_pb2.HealthReply, _Mapping]] = ..., inspect: _Optional[_Union[_admin_pb2.InspectReply, _Mapping]] = ..., evict: _Optional[_Union[_admin_pb2.EvictReply, _Mapping]] = ..., end_session: _Optional[_Union[_admin_pb2.EndSessionReply, _Mapping]] = ..., load: _Optional[_Union[LoadReply, _Mapping]] = ..., prefetch: _Optional[_Union[PrefetchReply, _Mapping]] = ..., ticket: _Optional[_Union[TicketReply, _Mapping]] = ..., flush: _Optional[_Union[_admin_pb2.FlushReply, _Mapping]] = ..., verify: _Optional[_Union[_admin_pb2.VerifyReply, _Mapping]] = ...) -> None: ...
 
 class PutHeader(_message.Message):
     __slots__ = ("namespace_id", "keys", "parents", "depths", "hint", "durable")
@@ -538,10 +658,12 @@ class PutChunk(_message.Message):
     def __init__(self, header: _Optional[_Union[PutHeader, _Mapping]] = ..., data: _Optional[bytes] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class PutReply(_message.Message):
-    __slots__ = ("results",)
+    __slots__ = ("results", "not_durable")
     RESULTS_FIELD_NUMBER: _ClassVar[int]
+    NOT_DURABLE_FIELD_NUMBER: _ClassVar[int]
     results: _containers.RepeatedScalarFieldContainer[CommitResult]
-    def __init__(self, results: _Optional[_Iterable[_Union[CommitResult, str]]] = ...) -> None: ...
+    not_durable: str
+    def __init__(self, results: _Optional[_Iterable[_Union[CommitResult, str]]] = ..., not_durable: _Optional[str] = ...) -> None: ...
 
 class GetRequest(_message.Message):
     __slots__ = ("namespace_id", "keys")

@@ -116,6 +116,21 @@ class KVStoreStub(object):
                 request_serializer=kvstored_dot_v1_dot_kvstore__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=kvstored_dot_v1_dot_kvstore__pb2.ReleaseReply.FromString,
                 _registered_method=True)
+        self.Load = channel.unary_unary(
+                '/kvstored.v1.KVStore/Load',
+                request_serializer=kvstored_dot_v1_dot_kvstore__pb2.LoadRequest.SerializeToString,
+                response_deserializer=kvstored_dot_v1_dot_kvstore__pb2.LoadReply.FromString,
+                _registered_method=True)
+        self.Prefetch = channel.unary_unary(
+                '/kvstored.v1.KVStore/Prefetch',
+                request_serializer=kvstored_dot_v1_dot_kvstore__pb2.PrefetchRequest.SerializeToString,
+                response_deserializer=kvstored_dot_v1_dot_kvstore__pb2.PrefetchReply.FromString,
+                _registered_method=True)
+        self.Ticket = channel.unary_unary(
+                '/kvstored.v1.KVStore/Ticket',
+                request_serializer=kvstored_dot_v1_dot_kvstore__pb2.TicketRequest.SerializeToString,
+                response_deserializer=kvstored_dot_v1_dot_kvstore__pb2.TicketReply.FromString,
+                _registered_method=True)
         self.Inspect = channel.unary_unary(
                 '/kvstored.v1.KVStore/Inspect',
                 request_serializer=kvstored_dot_v1_dot_admin__pb2.InspectRequest.SerializeToString,
@@ -130,6 +145,16 @@ class KVStoreStub(object):
                 '/kvstored.v1.KVStore/EndSession',
                 request_serializer=kvstored_dot_v1_dot_admin__pb2.EndSessionRequest.SerializeToString,
                 response_deserializer=kvstored_dot_v1_dot_admin__pb2.EndSessionReply.FromString,
+                _registered_method=True)
+        self.Flush = channel.unary_unary(
+                '/kvstored.v1.KVStore/Flush',
+                request_serializer=kvstored_dot_v1_dot_admin__pb2.FlushRequest.SerializeToString,
+                response_deserializer=kvstored_dot_v1_dot_admin__pb2.FlushReply.FromString,
+                _registered_method=True)
+        self.Verify = channel.unary_unary(
+                '/kvstored.v1.KVStore/Verify',
+                request_serializer=kvstored_dot_v1_dot_admin__pb2.VerifyRequest.SerializeToString,
+                response_deserializer=kvstored_dot_v1_dot_admin__pb2.VerifyReply.FromString,
                 _registered_method=True)
 
 
@@ -232,6 +257,24 @@ class KVStoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Load(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Prefetch(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Ticket(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Inspect(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -245,6 +288,18 @@ class KVStoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def EndSession(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Flush(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Verify(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -333,6 +388,21 @@ def add_KVStoreServicer_to_server(servicer, server):
                     request_deserializer=kvstored_dot_v1_dot_kvstore__pb2.ReleaseRequest.FromString,
                     response_serializer=kvstored_dot_v1_dot_kvstore__pb2.ReleaseReply.SerializeToString,
             ),
+            'Load': grpc.unary_unary_rpc_method_handler(
+                    servicer.Load,
+                    request_deserializer=kvstored_dot_v1_dot_kvstore__pb2.LoadRequest.FromString,
+                    response_serializer=kvstored_dot_v1_dot_kvstore__pb2.LoadReply.SerializeToString,
+            ),
+            'Prefetch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prefetch,
+                    request_deserializer=kvstored_dot_v1_dot_kvstore__pb2.PrefetchRequest.FromString,
+                    response_serializer=kvstored_dot_v1_dot_kvstore__pb2.PrefetchReply.SerializeToString,
+            ),
+            'Ticket': grpc.unary_unary_rpc_method_handler(
+                    servicer.Ticket,
+                    request_deserializer=kvstored_dot_v1_dot_kvstore__pb2.TicketRequest.FromString,
+                    response_serializer=kvstored_dot_v1_dot_kvstore__pb2.TicketReply.SerializeToString,
+            ),
             'Inspect': grpc.unary_unary_rpc_method_handler(
                     servicer.Inspect,
                     request_deserializer=kvstored_dot_v1_dot_admin__pb2.InspectRequest.FromString,
@@ -347,6 +417,16 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.EndSession,
                     request_deserializer=kvstored_dot_v1_dot_admin__pb2.EndSessionRequest.FromString,
                     response_serializer=kvstored_dot_v1_dot_admin__pb2.EndSessionReply.SerializeToString,
+            ),
+            'Flush': grpc.unary_unary_rpc_method_handler(
+                    servicer.Flush,
+                    request_deserializer=kvstored_dot_v1_dot_admin__pb2.FlushRequest.FromString,
+                    response_serializer=kvstored_dot_v1_dot_admin__pb2.FlushReply.SerializeToString,
+            ),
+            'Verify': grpc.unary_unary_rpc_method_handler(
+                    servicer.Verify,
+                    request_deserializer=kvstored_dot_v1_dot_admin__pb2.VerifyRequest.FromString,
+                    response_serializer=kvstored_dot_v1_dot_admin__pb2.VerifyReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -792,6 +872,87 @@ class KVStore(object):
             _registered_method=True)
 
     @staticmethod
+    def Load(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstored.v1.KVStore/Load',
+            kvstored_dot_v1_dot_kvstore__pb2.LoadRequest.SerializeToString,
+            kvstored_dot_v1_dot_kvstore__pb2.LoadReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prefetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstored.v1.KVStore/Prefetch',
+            kvstored_dot_v1_dot_kvstore__pb2.PrefetchRequest.SerializeToString,
+            kvstored_dot_v1_dot_kvstore__pb2.PrefetchReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Ticket(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstored.v1.KVStore/Ticket',
+            kvstored_dot_v1_dot_kvstore__pb2.TicketRequest.SerializeToString,
+            kvstored_dot_v1_dot_kvstore__pb2.TicketReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Inspect(request,
             target,
             options=(),
@@ -862,6 +1023,60 @@ class KVStore(object):
             '/kvstored.v1.KVStore/EndSession',
             kvstored_dot_v1_dot_admin__pb2.EndSessionRequest.SerializeToString,
             kvstored_dot_v1_dot_admin__pb2.EndSessionReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Flush(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstored.v1.KVStore/Flush',
+            kvstored_dot_v1_dot_admin__pb2.FlushRequest.SerializeToString,
+            kvstored_dot_v1_dot_admin__pb2.FlushReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Verify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstored.v1.KVStore/Verify',
+            kvstored_dot_v1_dot_admin__pb2.VerifyRequest.SerializeToString,
+            kvstored_dot_v1_dot_admin__pb2.VerifyReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -38,7 +38,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("daemon", "host", "pools", "sessions", "counters", "indexes", "loops", "namespaces", "operations", "calls")
+    __slots__ = ("daemon", "host", "pools", "sessions", "counters", "indexes", "loops", "namespaces", "operations", "calls", "ssd")
     DAEMON_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     POOLS_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,7 @@ class StatsReply(_message.Message):
     NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     OPERATIONS_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
+    SSD_FIELD_NUMBER: _ClassVar[int]
     daemon: DaemonStats
     host: HostStats
     pools: _containers.RepeatedCompositeFieldContainer[PoolStats]
@@ -59,10 +60,11 @@ class StatsReply(_message.Message):
     namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceStats]
     operations: _containers.RepeatedCompositeFieldContainer[OperationStats]
     calls: _containers.RepeatedCompositeFieldContainer[CallStats]
-    def __init__(self, daemon: _Optional[_Union[DaemonStats, _Mapping]] = ..., host: _Optional[_Union[HostStats, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[PoolStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., indexes: _Optional[_Iterable[_Union[IndexStats, _Mapping]]] = ..., loops: _Optional[_Iterable[_Union[LoopStats, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., operations: _Optional[_Iterable[_Union[OperationStats, _Mapping]]] = ..., calls: _Optional[_Iterable[_Union[CallStats, _Mapping]]] = ...) -> None: ...
+    ssd: SsdStats
+    def __init__(self, daemon: _Optional[_Union[DaemonStats, _Mapping]] = ..., host: _Optional[_Union[HostStats, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[PoolStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., indexes: _Optional[_Iterable[_Union[IndexStats, _Mapping]]] = ..., loops: _Optional[_Iterable[_Union[LoopStats, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., operations: _Optional[_Iterable[_Union[OperationStats, _Mapping]]] = ..., calls: _Optional[_Iterable[_Union[CallStats, _Mapping]]] = ..., ssd: _Optional[_Union[SsdStats, _Mapping]] = ...) -> None: ...
 
 class DaemonStats(_message.Message):
-    __slots__ = ("version", "pid", "epoch", "uptime_s", "socket", "grpc", "healthy", "problems", "rss_anon_bytes", "http", "open_descriptors", "internal_errors", "log_lines_dropped")
+    __slots__ = ("version", "pid", "epoch", "uptime_s", "socket", "grpc", "healthy", "problems", "rss_anon_bytes", "http", "open_descriptors", "internal_errors", "log_lines_dropped", "degraded")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +78,7 @@ class DaemonStats(_message.Message):
     OPEN_DESCRIPTORS_FIELD_NUMBER: _ClassVar[int]
     INTERNAL_ERRORS_FIELD_NUMBER: _ClassVar[int]
     LOG_LINES_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    DEGRADED_FIELD_NUMBER: _ClassVar[int]
     version: str
     pid: int
     epoch: int
@@ -89,7 +92,8 @@ class DaemonStats(_message.Message):
     open_descriptors: int
     internal_errors: int
     log_lines_dropped: int
-    def __init__(self, version: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., uptime_s: _Optional[float] = ..., socket: _Optional[str] = ..., grpc: _Optional[str] = ..., healthy: bool = ..., problems: _Optional[_Iterable[str]] = ..., rss_anon_bytes: _Optional[int] = ..., http: _Optional[str] = ..., open_descriptors: _Optional[int] = ..., internal_errors: _Optional[int] = ..., log_lines_dropped: _Optional[int] = ...) -> None: ...
+    degraded: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., uptime_s: _Optional[float] = ..., socket: _Optional[str] = ..., grpc: _Optional[str] = ..., healthy: bool = ..., problems: _Optional[_Iterable[str]] = ..., rss_anon_bytes: _Optional[int] = ..., http: _Optional[str] = ..., open_descriptors: _Optional[int] = ..., internal_errors: _Optional[int] = ..., log_lines_dropped: _Optional[int] = ..., degraded: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class HostStats(_message.Message):
     __slots__ = ("size_bytes", "segment_bytes", "segments", "unassigned_bytes", "draining_bytes", "locked", "locked_reason", "huge_pages", "used_bytes", "block_bytes", "partly_free_bytes", "slack_bytes")
@@ -302,7 +306,7 @@ class LoopStats(_message.Message):
     def __init__(self, name: _Optional[str] = ..., runs: _Optional[int] = ..., errors: _Optional[int] = ..., last_error: _Optional[str] = ..., failing: bool = ...) -> None: ...
 
 class NamespaceStats(_message.Message):
-    __slots__ = ("tenant", "id", "label", "digest", "block_bytes", "blocks", "block_tokens")
+    __slots__ = ("tenant", "id", "label", "digest", "block_bytes", "blocks", "block_tokens", "ssd_blocks")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     LABEL_FIELD_NUMBER: _ClassVar[int]
@@ -310,6 +314,7 @@ class NamespaceStats(_message.Message):
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SSD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     id: int
     label: str
@@ -317,20 +322,103 @@ class NamespaceStats(_message.Message):
     block_bytes: int
     blocks: int
     block_tokens: int
-    def __init__(self, tenant: _Optional[str] = ..., id: _Optional[int] = ..., label: _Optional[str] = ..., digest: _Optional[bytes] = ..., block_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., block_tokens: _Optional[int] = ...) -> None: ...
+    ssd_blocks: int
+    def __init__(self, tenant: _Optional[str] = ..., id: _Optional[int] = ..., label: _Optional[str] = ..., digest: _Optional[bytes] = ..., block_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., block_tokens: _Optional[int] = ..., ssd_blocks: _Optional[int] = ...) -> None: ...
 
 class HealthRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class HealthReply(_message.Message):
-    __slots__ = ("healthy", "problems", "version", "uptime_s")
+    __slots__ = ("healthy", "problems", "version", "uptime_s", "degraded")
     HEALTHY_FIELD_NUMBER: _ClassVar[int]
     PROBLEMS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    DEGRADED_FIELD_NUMBER: _ClassVar[int]
     healthy: bool
     problems: _containers.RepeatedScalarFieldContainer[str]
     version: str
     uptime_s: float
-    def __init__(self, healthy: bool = ..., problems: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ...) -> None: ...
+    degraded: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, healthy: bool = ..., problems: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., degraded: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class SsdStats(_message.Message):
+    __slots__ = ("path", "layout", "state", "trouble", "direct_refused", "size_bytes", "physical_bytes", "free_bytes", "file_bytes", "used_bytes", "blocks", "aside", "evicted", "queues", "counters", "tickets", "no_file")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    DIRECT_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PHYSICAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FILE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ASIDE_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    QUEUES_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    TICKETS_FIELD_NUMBER: _ClassVar[int]
+    NO_FILE_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    layout: str
+    state: str
+    trouble: str
+    direct_refused: str
+    size_bytes: int
+    physical_bytes: int
+    free_bytes: int
+    file_bytes: int
+    used_bytes: int
+    blocks: int
+    aside: int
+    evicted: int
+    queues: _containers.RepeatedCompositeFieldContainer[QueueStats]
+    counters: MoveCounters
+    tickets: int
+    no_file: str
+    def __init__(self, path: _Optional[str] = ..., layout: _Optional[str] = ..., state: _Optional[str] = ..., trouble: _Optional[str] = ..., direct_refused: _Optional[str] = ..., size_bytes: _Optional[int] = ..., physical_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., file_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., aside: _Optional[int] = ..., evicted: _Optional[int] = ..., queues: _Optional[_Iterable[_Union[QueueStats, _Mapping]]] = ..., counters: _Optional[_Union[MoveCounters, _Mapping]] = ..., tickets: _Optional[int] = ..., no_file: _Optional[str] = ...) -> None: ...
+
+class QueueStats(_message.Message):
+    __slots__ = ("kind", "waiting", "waiting_bytes", "running", "refused", "moved_bytes")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    MOVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    waiting: int
+    waiting_bytes: int
+    running: int
+    refused: int
+    moved_bytes: int
+    def __init__(self, kind: _Optional[str] = ..., waiting: _Optional[int] = ..., waiting_bytes: _Optional[int] = ..., running: _Optional[int] = ..., refused: _Optional[int] = ..., moved_bytes: _Optional[int] = ...) -> None: ...
+
+class MoveCounters(_message.Message):
+    __slots__ = ("written", "written_bytes", "write_errors", "writes_dropped", "loaded", "loaded_bytes", "loads_failed", "read_errors", "corrupt", "troubles", "offloaded")
+    WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WRITE_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    WRITES_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    LOADED_FIELD_NUMBER: _ClassVar[int]
+    LOADED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOADS_FAILED_FIELD_NUMBER: _ClassVar[int]
+    READ_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    CORRUPT_FIELD_NUMBER: _ClassVar[int]
+    TROUBLES_FIELD_NUMBER: _ClassVar[int]
+    OFFLOADED_FIELD_NUMBER: _ClassVar[int]
+    written: int
+    written_bytes: int
+    write_errors: int
+    writes_dropped: int
+    loaded: int
+    loaded_bytes: int
+    loads_failed: int
+    read_errors: int
+    corrupt: int
+    troubles: int
+    offloaded: int
+    def __init__(self, written: _Optional[int] = ..., written_bytes: _Optional[int] = ..., write_errors: _Optional[int] = ..., writes_dropped: _Optional[int] = ..., loaded: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., loads_failed: _Optional[int] = ..., read_errors: _Optional[int] = ..., corrupt: _Optional[int] = ..., troubles: _Optional[int] = ..., offloaded: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,362 @@
+"""Reads of the daemon on this machine: straight from shared memory, and what is not there by a call first.
+
+    get_into  index -> copy -> check (rule 1); no call. Where memory ends and the SSD goes on: Load -> copy -> Release
+    acquire   Acquire (and Load) -> views; Release when the last user of them is gone
+    prefetch  nothing, where all is in memory; else Prefetch, and Ticket until it ends
+
+Each call captures one session and uses only that.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from math import inf
+
+import numpy as np
+
+from kvstore_client.buffers import Bytes
+from kvstore_client.index import SHARED_READS, IndexReader
+from kvstore_client.keeper import Keeper
+from kvstore_client.lease import Hold, Lease
+from kvstore_client.loads import BYTES_PER_S, DEADLINE_MS_MAX, PART_SHARE, Loads, answer_s
+from kvstore_client.reads import HOST
+from kvstore_client.results import TIER_NAMES, Match
+from kvstore_client.session import Session
+from kvstore_client.tickets import STATES, Ticket, of_session
+from kvstore_client.transport import Identity
+from kvstored.v1 import KEYS_MAX, shm
+from kvstored.v1 import kvstore_pb2 as pb
+from kvstored.v1.errors import FailedPrecondition, ResourceExhausted, Unavailable
+
+log = logging.getLogger("kvstore_client")
+
+LEASE_BLOCKS = 64
+"""Blocks held together where reading is by lease."""
+
+IN_MEMORY = ("gpu", "host")
+
+TIER_OF = [""] * 16
+for _flags in range(1, 16):
+    TIER_OF[_flags] = next(
+        TIER_NAMES[tier]
+        for bit, tier in (
+            (shm.GPU, pb.TIER_GPU),
+            (shm.HOST, pb.TIER_HOST),
+            (shm.SSD, pb.TIER_SSD),
+            (shm.REMOTE, pb.TIER_REMOTE),
+        )
+        if _flags & bit
+    )
+
+
+Held = tuple[list[int], Hold]
+"""Slots that are leased, and what keeps them."""
+
+
+class LocalReads:
+    """What can be read through whatever session there is."""
+
+    def __init__(self, path: str, client: str, tenant: str, timeout_s: float, read_only: bool) -> None:
+        """Tries to connect once; a daemon that is away is no error here (it may come), another version is."""
+        self._keeper = Keeper(path, client, tenant, timeout_s, read_only)
+        self._shared_reads = SHARED_READS
+        self._now, self._need, self._opened = self._keeper.now, self._keeper.need, self._keeper.opened
+        self.reads = self._keeper.reads
+
+    @property
+    def _session(self) -> Session | None:
+        return self._keeper.session
+
+    def match(self, ns: Identity, keys: Sequence[bytes]) -> Match:
+        session = self._now()
+        if session is None or not keys:
+            return Match(0, [])
+        try:
+            if not self._shared_reads:
+                return self._match_by_call(session, ns, keys)
+            count, flags = self._index(session).leading(keys, ns.block_bytes)
+        except Unavailable:
+            return Match(0, [])
+        if session.hung_up():
+            self._keeper.wake()
+            return Match(0, [])
+        return Match(count, [TIER_OF[f & 15] for f in flags])
+
+    def _match_by_call(self, session: Session, ns: Identity, keys: Sequence[bytes]) -> Match:
+        number = self._opened(session, ns).namespace_id
+        tiers: list[str] = []
+        for at in range(0, len(keys), KEYS_MAX):
+            part = keys[at : at + KEYS_MAX]
+            reply = session.call(pb.Request(match=pb.MatchRequest(namespace_id=number, keys=part))).match
+            tiers += [TIER_NAMES[tier] for tier in reply.tiers]
+            if reply.blocks < len(part):
+                break
+        return Match(len(tiers), tiers)
+
+    def get_into(self, ns: Identity, keys: Sequence[bytes], start: int, out: list[Bytes]) -> tuple[int, int]:
+        session, tier = self._now(), HOST
+        if session is None:
+            return 0, HOST
+        try:
+            if not self._shared_reads:
+                return self._get_by_lease(session, ns, keys, start, out)
+            copied = self._read(session, ns, keys, start, out)
+            if copied < len(out) and not session.dead:
+                more, tier = self._read_below(session, ns, keys, start + copied, out[copied:])
+                copied += more
+        except Unavailable:
+            self._keeper.wake()
+            return 0, HOST
+        if copied:
+            session.reads.used(keys[: start + copied])
+        return copied, tier
+
+    def _read(self, session: Session, ns: Identity, keys: Sequence[bytes], start: int, out: list[Bytes]) -> int:
+        copied = self._copy_out(session, self._index(session), ns, keys, start, out)
+        if copied < 0:  # the index moved meanwhile: nothing counts, once more with the new one
+            copied = max(self._copy_out(session, self._index(session), ns, keys, start, out), 0)
+        return copied
+
+    def _read_below(
+        self, session: Session, ns: Identity, keys: Sequence[bytes], start: int, out: list[Bytes]
+    ) -> tuple[int, int]:
+        """From where `_read` ended: what is not in memory is brought there, and what lies behind is read on."""
+        if not self._is_below(session, ns, keys[start]):
+            return 0, HOST
+        opened, copied, tier = self._opened(session, ns), 0, HOST
+        try:
+            until = time.monotonic() + session.timeout_s + len(out) * ns.block_bytes / BYTES_PER_S
+            with self._loads(session, ns, keys, until, session.timeout_s) as loads:
+                while copied < len(out):
+                    part = loads.bring(start + copied)
+                    if part is None:
+                        # What is in memory now, also of what did not come in time for us.
+                        more = self._read(session, ns, keys, start + copied, out[copied:])
+                        if not more:
+                            break
+                        copied += more
+                        continue
+                    session.attach(dict.fromkeys(map(shm.ref_segment, part.slots)))
+                    for slot, target in zip(part.slots, out[copied:], strict=False):
+                        np.copyto(target, slot_view(session, slot, opened.slot_bytes, ns.block_bytes))
+                    copied += len(part.slots)
+                    part.close()
+                    tier = loads.tier
+        except Unavailable as e:
+            log.debug("blocks that are not in memory count as missing: %s", e)
+            self._keeper.wake()
+        return copied, tier
+
+    def _loads(self, session: Session, ns: Identity, keys: Sequence[bytes], until: float, part_s: float) -> Loads:
+        opened = self._opened(session, ns)
+        return Loads(session, opened, keys, lambda some: self._in_memory(session, ns, some), until, part_s)
+
+    def _is_below(self, session: Session, ns: Identity, key: bytes) -> bool:
+        """Whether the daemon has this block, but not in memory."""
+        return self._in_memory(session, ns, [key]) == [False]
+
+    def _in_memory(self, session: Session, ns: Identity, keys: Sequence[bytes]) -> list[bool]:
+        """The leading run that is present: for each block whether it is in memory."""
+        if not self._shared_reads:
+            return [tier in IN_MEMORY for tier in self._match_by_call(session, ns, keys).tiers]
+        _, flags = self._index(session).leading(keys, ns.block_bytes)
+        return [flag & shm.HOST != 0 for flag in flags]
+
+    def _copy_out(
+        self, session: Session, index: IndexReader, ns: Identity, keys: Sequence[bytes], start: int, out: list[Bytes]
+    ) -> int:
+        """Rule 1: number, fields, copy; then number, header and socket as before. -1 where the index moved."""
+        find, mappings, length = index.find, session.mappings, ns.block_bytes
+        numbers = index.numbers
+        read: list[tuple[int, int]] = []
+        for key, target in zip(keys[start:] if start else keys, out, strict=True):
+            entry = find(key)
+            if entry is None:
+                break
+            word, sequence, segment, found_length, offset, flags = entry
+            if found_length != length or not flags & shm.HOST:
+                break
+            mapping = mappings.get(segment)
+            if mapping is None:
+                mapping = session.mapping(segment) if numbers[word] == sequence else None
+                if mapping is None:
+                    break
+            if offset + length > mapping.size_bytes:
+                break  # fields of two writes: the check below would refuse them too
+            np.copyto(target, mapping.bytes[offset : offset + length])
+            read.append((word, sequence))
+        good = len(read)
+        for i, (word, sequence) in enumerate(read):
+            if numbers[word] != sequence:
+                good = i
+                break
+        if session.hung_up():
+            self._keeper.wake()
+            return 0
+        return good if index.current() else -1
+
+    def _get_by_lease(
+        self, session: Session, ns: Identity, keys: Sequence[bytes], start: int, out: list[Bytes]
+    ) -> tuple[int, int]:
+        """Where shared memory alone cannot be trusted: hold, copy, let go."""
+        copied, tier = 0, HOST
+        share = session.hello.tenant_bytes // PART_SHARE // self._opened(session, ns).slot_bytes
+        blocks = max(1, min(LEASE_BLOCKS, share))
+        while copied < len(out):
+            at = start + copied
+            with self._acquire(session, ns, keys[at : at + blocks], session.timeout_s) as lease:
+                for view in lease.views:
+                    np.copyto(out[copied], np.frombuffer(view, np.uint8))
+                    copied += 1
+                tier = max(tier, lease.tier)
+                if not len(lease):
+                    break
+        return copied, tier
+
+    def _index(self, session: Session) -> IndexReader:
+        index = session.index
+        if not index.current():
+            session.refresh_index()
+            index = session.index
+        return index
+
+    def acquire(self, ns: Identity, keys: Sequence[bytes], timeout_s: float) -> Lease:
+        session = self._now()
+        if session is None or not keys:
+            return Lease(list, 0)
+        try:
+            return self._acquire(session, ns, keys[:KEYS_MAX], timeout_s)
+        except Unavailable:
+            self._keeper.wake()
+            return Lease(list, 0)
+
+    def _acquire(self, session: Session, ns: Identity, keys: Sequence[bytes], timeout_s: float) -> Lease:
+        """What is in memory by one call; only where it ends before `keys` do is there more to ask."""
+        until = time.monotonic() + timeout_s
+        opened = self._opened(session, ns)
+        held = [self._hold(session, opened, keys, timeout_s)]
+        slots, tier = list(held[0][0]), HOST
+        if len(slots) < len(keys):
+            tier = self._hold_below(session, ns, keys, slots, held, until)
+
+        def views() -> list[memoryview]:
+            return [
+                view
+                for some, hold in held
+                for view in held_views(session, some, opened.slot_bytes, ns.block_bytes, hold, writable=False)
+            ]
+
+        return Lease(views, len(slots), tier)
+
+    @staticmethod
+    def _hold(session: Session, opened: pb.OpenNamespaceReply, keys: Sequence[bytes], timeout_s: float) -> Held:
+        request = pb.Request()
+        request.acquire.namespace_id = opened.namespace_id
+        request.acquire.keys.extend(keys)
+        reply, hold = session.acquire(request, timeout_s)
+        return list(reply.acquire.slots), hold
+
+    def _hold_below(
+        self,
+        session: Session,
+        ns: Identity,
+        keys: Sequence[bytes],
+        slots: list[int],
+        held: list[Held],
+        until: float,
+    ) -> int:
+        """Adds to what is held: what is brought into memory, and what was there behind it. Answers the slowest tier."""
+        opened, tier = self._opened(session, ns), HOST
+        try:
+            with self._loads(session, ns, keys, until, inf) as loads:
+                while len(slots) < len(keys):
+                    part = loads.bring(len(slots))
+                    if part is not None and part.hold is not None:
+                        held.append((part.slots, part.hold))
+                        tier = loads.tier
+                    elif self._in_memory(session, ns, keys[len(slots) :][:1]) == [True]:
+                        held.append(self._hold(session, opened, keys[len(slots) :], answer_s(session, until)))
+                    else:
+                        break
+                    if not held[-1][0]:
+                        break
+                    slots += held[-1][0]
+        except (Unavailable, ResourceExhausted) as e:
+            log.debug("blocks from %d on are not held: %s", len(slots), e)
+        return tier
+
+    def may_wait(self, ns: Identity, keys: Sequence[bytes]) -> bool:
+        session = self._now()
+        if session is None or not self._shared_reads:
+            return session is not None
+        _, flags = session.index.leading(keys, ns.block_bytes)
+        return any(not flag & shm.HOST for flag in flags)
+
+    # -- ahead of use
+
+    def prefetch(self, ns: Identity, keys: Sequence[bytes], deadline_s: float, priority: int) -> Ticket:
+        keys, session = keys[:KEYS_MAX], self._now()
+        if session is None:
+            return Ticket("failed", 0, self._keeper.down or "the daemon is away")
+        try:
+            in_memory = self._in_memory(session, ns, keys)
+            if all(in_memory) and not session.hung_up():
+                return Ticket("done", len(in_memory))
+            return self._prefetch(session, ns, keys, deadline_s, priority)
+        except Unavailable as e:
+            self._keeper.wake()
+            return Ticket("failed", 0, str(e))
+        except (ResourceExhausted, FailedPrecondition) as e:
+            if session.forked:
+                raise
+            return Ticket("failed", 0, str(e))
+
+    def _prefetch(
+        self, session: Session, ns: Identity, keys: Sequence[bytes], deadline_s: float, priority: int
+    ) -> Ticket:
+        request = pb.Request()
+        request.prefetch.namespace_id = self._opened(session, ns).namespace_id
+        request.prefetch.keys.extend(keys)
+        request.prefetch.deadline_ms = min(max(int(deadline_s * 1000), 1), DEADLINE_MS_MAX)
+        request.prefetch.priority = priority
+        until = time.monotonic() + deadline_s
+        begun = session.call(request).prefetch
+        if begun.state != pb.TICKET_RUNNING:
+            return Ticket(STATES[begun.state], begun.blocks)
+        ticket = of_session(session, begun.ticket, until)
+        ticket.blocks = begun.blocks
+        return ticket
+
+
+def slot_view(session: Session, slot: int, slot_bytes: int, block_bytes: int) -> Bytes:
+    """Where to write a block, or copy it from; its segment is attached (the lock may be held, which that waits for)."""
+    mapping = session.mappings.get(slot >> 32)
+    if mapping is None:
+        raise Unavailable(f"segment {slot >> 32} of a slot is gone")
+    offset = shm.ref_slot(slot) * slot_bytes
+    return mapping.bytes[offset : offset + block_bytes]
+
+
+def held_views(
+    session: Session, slots: list[int], slot_bytes: int, block_bytes: int, hold: Hold, *, writable: bool
+) -> list[memoryview]:
+    """Views of slots; each, and whatever is made from it, keeps the hold and the mapping alive.
+
+    They are slices of one exporter a segment, made for this hold alone.
+    """
+    whole: dict[int, memoryview] = {}
+    for number in {slot >> 32 for slot in slots}:
+        mapping = session.mapping(number)
+        if mapping is None:
+            raise Unavailable(f"segment {number} of a held slot is gone")
+        exporter = mapping.exporter(0, mapping.size_bytes)
+        exporter.hold = hold
+        # Through an array, which the garbage collector does not look into: it would end the hold of a view in a
+        # garbage cycle before the finalizers that may still use the view.
+        view = np.frombuffer(exporter, np.uint8).data
+        whole[number] = view if writable else view.toreadonly()
+    views = []
+    for slot in slots:
+        at = (slot & 0xFFFFFFFF) * slot_bytes
+        views.append(whole[slot >> 32][at : at + block_bytes])
+    return views

@@ -1,0 +1,320 @@
+"""Moves blocks between memory and the SSD.
+
+Two stores decide what each tier keeps: memory's, and one over the files (segments are files,
+slots are extents; its eviction, its accounting and its audit are the same code). This joins
+them: it takes slots in both, hands `Move`s out, and hears how each ended. It knows no files and
+no clock; reports are all it knows of a disk.
+
+Rules
+  - a block is in the SSD's store only once its record is safe on disk, and leaves it before its
+    record is deleted; an extent is written again only with, or after, that deletion;
+  - what is under way holds its slot and its extent until the report (rule 5); whatever happens
+    to the block meanwhile changes what the report means, never what may be touched;
+  - the SSD is optional: an error puts it out of use, memory goes on serving, and a probe that
+    works brings it back.
+"""
+
+from collections.abc import Callable, Sequence
+
+from kvstore.core.block import NONE, PINNED, SEALED
+from kvstore.core.holds import Namespace, Tenant
+from kvstore.core.idle import IdleConversations
+from kvstore.core.link import Block, Link, MoveCounts
+from kvstore.core.loads import Loads, Ticket
+from kvstore.core.moves import Move, ProbeTier
+from kvstore.core.schedule import Kind, Turn
+from kvstore.core.store import Store
+from kvstore.core.tiered import Joined
+from kvstore.core.verify import Verification
+from kvstore.core.writeback import WriteBack
+
+PROBE_S = 5.0
+"""Between two attempts to find an SSD well again that is out of use."""
+
+SILENT_S = 2.0
+"""A read under way for longer puts the SSD out of use, so that nobody waits for it, until it answers."""
+
+
+class Movement:
+    """Between two stores, for one SSD."""
+
+    def __init__(
+        self, memory: Store, disk: Store, joined: Joined, *, pid: int, policy: str, queue_bytes: dict[Kind, int]
+    ) -> None:
+        self.link = Link(memory, disk, joined, pid=pid, queue_bytes=queue_bytes)
+        self.writes = WriteBack(self.link, policy)
+        self.loads = Loads(self.link)
+        self.verification = Verification(self.link, self.loads)
+        self.idle = IdleConversations()
+        joined.left_host, joined.left_disk = self._left_memory, self._left_disk
+        self.link.on_trouble = self._out_of_use
+        memory.watcher = self
+        self.ready = False
+        """What was on the SSD is known (restore.py): nothing is written before."""
+        self._probe_at = 0.0
+        self._probing = False
+        self._silent = False
+        self.on_used: Callable[[Tenant, Sequence[bytes]], None] = lambda tenant, keys: None
+        """Told which blocks on the SSD were used, with its tenant: records are to say so, too."""
+        self._file_at = 0.0
+        """When the next file may be asked for after one could not be made."""
+
+    @property
+    def counts(self) -> MoveCounts:
+        return self.link.counts
+
+    @property
+    def trouble(self) -> str:
+        """Why the SSD is out of use; "" where it is in use."""
+        return self.link.trouble
+
+    # -- what memory's store tells
+
+    def stored(self, new: Sequence[int], known: Sequence[int]) -> None:
+        if new:
+            self.writes.stored(new)
+        if known:
+            self._use(known)
+
+    def used(self, rows: Sequence[int]) -> None:
+        self.writes.used(rows)
+        self._use(rows)
+
+    def _use(self, rows: Sequence[int]) -> None:
+        """What is used in memory counts for its copy on the SSD, and is prefetched no more."""
+        prefetched = self.loads.prefetched
+        if prefetched:
+            table = self.link.memory.table
+            for row in rows:
+                key = table.key[row]
+                if key is not None and (table.namespace[row], key) in prefetched:
+                    self.loads.used((table.namespace[row], key))
+
+    def _left_memory(self, key: bytes, row: int) -> None:
+        block = (self.link.memory.table.namespace[row], key)
+        self.writes.left_memory(block)
+        self.loads.used(block)
+
+    def _left_disk(self, key: bytes, row: int) -> None:
+        table, joined = self.link.disk.table, self.link.joined
+        number = table.namespace[row]
+        self.writes.left_disk((number, key), table.place[row])
+        self.loads.left_disk((joined.memory_of[number].id, key))
+
+    def served(self, tenant: str, conversation: str, tokens_generated: int, now: float) -> None:
+        """A hint: that conversation is being served, by a request that generated so many tokens."""
+        self.idle.seen(self.link.memory.conversations.seen(tenant, conversation), tokens_generated, now)
+
+    # -- both tiers at once
+
+    def touch(self, tenant: Tenant, keys: Sequence[bytes], now: float) -> None:
+        """Blocks were used: their copies on the SSD are as recent."""
+        disk = self.link.joined.disk_tenants.get(tenant.id)
+        if disk is not None:
+            self.link.disk.touch(disk, keys, now)
+            self.on_used(disk, keys)
+
+    def match(self, namespace: Namespace, keys: Sequence[bytes]) -> list[bool]:
+        """The leading run of `keys` that is in any tier: for each, whether it is in memory."""
+        link, run = self.link, []
+        for key in keys:
+            block = (namespace.id, key)
+            if link.memory_row(block) != NONE:
+                run.append(True)
+            elif link.disk_row(block) != NONE:
+                run.append(False)
+            else:
+                break
+        return run
+
+    def remove_from_disk(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
+        """Removes copies on the SSD, ahead of those in memory; how many blocks are gone that were there only."""
+        if not self.ready:
+            self.link.removals.remove(namespace, keys)
+        disk = self.link.joined.disk_of.get(namespace.id)
+        if disk is None:
+            return 0
+        only = sum(map(self._only_on_disk, ((namespace.id, key) for key in dict.fromkeys(keys))))
+        self.link.disk.remove(disk, keys)
+        return only
+
+    def clear_step(self, namespace: Namespace, start: int, rows_max: int) -> tuple[int | None, int, int]:
+        """Removes the namespace's copies among `rows_max` rows of the SSD's store from `start`.
+
+        Answers where to go on (None at the end), how many copies, and of how many blocks they were the only ones.
+        """
+        if not self.ready and not start:
+            self.link.removals.clear(namespace)
+        link, found = self.link, self.link.joined.disk_of.get(namespace.id)
+        if found is None:
+            return None, 0, 0
+        table, dropped, only = link.disk.table, 0, 0
+        stop = min(start + rows_max, len(table))
+        for row in range(start, stop):
+            if table.state[row] == SEALED and table.namespace[row] == found.id:
+                only += self._only_on_disk((namespace.id, table.key[row] or b""))
+                link.disk.tree.drop(row)
+                dropped += 1
+        link.disk.counts.removed += dropped
+        return stop if stop < len(table) else None, dropped, only
+
+    def pin_on_disk(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float, now: float) -> int:
+        """Keeps copies on the SSD from eviction; how many blocks are there only."""
+        disk = self.link.joined.disk_of.get(namespace.id)
+        if disk is None:
+            return 0
+        self.link.disk.pin(disk, keys, ttl_s, now)
+        return sum(self._only_on_disk((namespace.id, key)) for key in keys)
+
+    def unpin_on_disk(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
+        """Lets eviction have copies on the SSD again; how many blocks were pinned there, and not in memory."""
+        disk, memory, unpinned = self.link.joined.disk_of.get(namespace.id), self.link.memory.table, 0
+        if disk is None:
+            return 0
+        for key in keys:
+            row = self.link.memory_row((namespace.id, key))
+            in_memory = row != NONE and memory.marks[row] & PINNED
+            unpinned += self.link.disk.unpin(disk, [key]) and not in_memory
+        return unpinned
+
+    def _only_on_disk(self, block: Block) -> bool:
+        return self.link.memory_row(block) == NONE and self.link.disk_row(block) != NONE
+
+    def prefetch(
+        self,
+        namespace: Namespace,
+        keys: Sequence[bytes],
+        deadline: float,
+        ended: Callable[[Ticket], None],
+        priority: int = 0,
+    ) -> Ticket:
+        """Brings the leading run into memory ahead of use. Its owner must `close` it."""
+        return self.loads.ask(namespace, keys, Kind.PREFETCH, deadline, ended, priority)
+
+    def load(
+        self, namespace: Namespace, keys: Sequence[bytes], deadline: float, ended: Callable[[Ticket], None]
+    ) -> Ticket:
+        """Brings the leading run into memory for somebody who waits, and holds it until the ticket is closed."""
+        return self.loads.ask(namespace, keys, Kind.LOAD, deadline, ended)
+
+    # -- time and reports
+
+    def tick(self, now: float, low: float) -> None:
+        """Deadlines, an SSD that is silent or may be well again, and what should be written before it is evicted."""
+        self.loads.expire(now)
+        began = self.loads.oldest_read()
+        if began is not None and now - began > SILENT_S and not self.link.trouble:
+            self._silent = True
+            self.link.go_out_of_use(f"a read has been under way for {SILENT_S:.0f} s")
+        if self.link.trouble and not self._probing and not self._silent and now >= self._probe_at:
+            self._probing = True
+            self._probe_at = now + PROBE_S
+            self.link.moves.append(ProbeTier())
+        disk, segments = self.link.disk, self.link.disk.segments
+        disk.expire(now)
+        disk.room.go_on()
+        if segments.none_made and now >= self._file_at:
+            self._file_at = now + PROBE_S
+            segments.none_made = False
+            self.link.no_file = ""  # until the next one cannot be made either: nobody may want one any more
+        self.writes.look_ahead(low)
+        self.writes.offload(self.idle, now)
+
+    def take_moves(self, now: float) -> list[Move]:
+        """Jobs for the workers since the last call, in the order in which they are to be begun."""
+        schedule = self.link.schedule
+        if not self.link.trouble:
+            self.writes.hand_out_forgotten()
+        without = [Kind.WRITE] if self.writes.waits_for_room or not self.ready else []
+
+        def begin(kind: Kind, block: Block) -> Turn:
+            return self.writes.begin(block) if kind is Kind.WRITE else self.loads.begin(block, now)
+
+        schedule.run(begin, without)
+        if not self.link.trouble:
+            self.verification.hand_out(now)
+        moves, self.link.moves = self.link.moves, []
+        return [*moves, *self.link.disk.take_jobs()]
+
+    def wrote(self, number: int, checksum: int, error: str, now: float) -> None:
+        """The report of a WriteBlock."""
+        self.writes.wrote(number, checksum, error, now)
+
+    def read(self, number: int, outcome: str, now: float) -> None:
+        """The report of a ReadBlock or VerifyBlock: "ok", "mismatch", or what went wrong."""
+        if not self.verification.read(number, outcome):
+            self.loads.read(number, outcome, now)
+        if self._silent:
+            self._silent = False  # it answers; whether it is well, a probe says
+            self._probe_at = now
+
+    def forgotten(self, number: int, error: str) -> None:
+        """The report of a ForgetRecords."""
+        self.writes.forgotten(number, error)
+
+    def probed(self, error: str) -> None:
+        """The report of a ProbeTier."""
+        self._probing = False
+        if not error and not self._silent:
+            self.link.trouble = ""
+        elif error:
+            self.link.trouble = error
+
+    def made(self, segment: int, error: str) -> None:
+        """The report of a MakeSegment: a file is there, or could not be made."""
+        segments = self.link.disk.segments
+        self.link.no_file = error
+        segments.none_made = bool(error)
+        if error:
+            segments.failed(segment)
+        else:
+            segments.made(segment)
+        self.writes.room_came()
+
+    @property
+    def under_way(self) -> bool:
+        """Jobs that hold slots have not been reported, or segments are being emptied for other block sizes."""
+        return bool(self.loads.under_way or self.writes.under_way or self.verification.jobs or self.link.disk.room.busy)
+
+    def lose_all(self) -> None:
+        """What was on the SSD is not there any more: its directory was set aside. Nothing may be under way."""
+        disk = self.link.disk
+        assert not self.loads.under_way, "a directory is lost while it is read"
+        assert not self.verification.jobs, "a directory is lost while it is verified"
+        for tenant in disk.tenants.values():
+            for row in list(tenant.rows.values()):
+                disk.tree.drop(row)
+        self.writes.know_no_record()
+        for number in list(disk.segments.adopting):
+            disk.segments.adopted(number)
+        for segment in list(disk.segments.live.values()):
+            disk.segments.drop(segment)
+        disk.segments.jobs.clear()
+
+    def hottest(self) -> list[Block]:
+        """Blocks that only memory has, the most recently used first: in what order they are to be saved."""
+        table, link = self.link.memory.table, self.link
+        rows = [row for row in range(len(table)) if table.state[row] == SEALED]
+        rows.sort(key=table.used.__getitem__, reverse=True)
+        blocks = [(table.namespace[row], table.key[row] or b"") for row in rows]
+        return [block for block in blocks if link.disk_row(block) == NONE]
+
+    def is_only_in_memory(self, block: Block) -> bool:
+        """Whether a block would be gone with memory."""
+        return self.link.memory_row(block) != NONE and self.link.disk_row(block) == NONE
+
+    def only_memory_step(self, start: int, rows_max: int, found: list[Block]) -> int | None:
+        """Adds the blocks that only memory has among `rows_max` rows from `start`; where to go on, None at the end."""
+        table, link = self.link.memory.table, self.link
+        stop = min(start + rows_max, len(table))
+        for row in range(start, stop):
+            if table.state[row] == SEALED:
+                block = (table.namespace[row], table.key[row] or b"")
+                if link.disk_row(block) == NONE:
+                    found.append(block)
+        return stop if stop < len(table) else None
+
+    def _out_of_use(self) -> None:
+        self.loads.fail_all(f"the SSD is out of use: {self.link.trouble}")
+        self.writes.give_up_queue()
+        self.verification.stop_all()

@@ -1,0 +1,300 @@
+"""Memory and an SSD that is two dicts, with everything that moves between them in the test's hands.
+
+A slot's bytes are the key of the block that was written there, so a wrong byte is a wrong key.
+A write is carried out in two steps (payload, then record) and a read in two (bytes, then
+report): what happens between them is the test's to choose, a crash included.
+"""
+
+from collections.abc import Sequence
+from zlib import crc32
+
+from kvstore.core import segments
+from kvstore.core.holds import Namespace, Session
+from kvstore.core.link import Block
+from kvstore.core.loads import Ticket
+from kvstore.core.movement import Movement
+from kvstore.core.moves import ForgetRecords, Move, Name, ProbeTier, ReadBlock, VerifyBlock, WriteBlock
+from kvstore.core.restore import Restore
+from kvstore.core.schedule import Kind
+from kvstore.core.segments import PAGE_BYTES, DropSegment, MakeSegment
+from kvstore.core.store import Store
+from kvstore.core.tiered import Joined
+from kvstored.v1.shm import HOST, SSD
+from tests.core.scene import key_of
+
+PAGE = PAGE_BYTES
+IN_SEGMENT = 4
+
+
+def checksum_of(key: bytes) -> int:
+    return crc32(key)
+
+
+class Index:
+    """What readers see: place, length, namespace and flags of each block."""
+
+    def __init__(self) -> None:
+        self.seen: dict[tuple[int, bytes], tuple[int, int, int, int, int]] = {}
+
+    def publish(
+        self, tenant: int, key: bytes, ref: int, offset: int, length: int, namespace: int, flags: int = HOST
+    ) -> None:
+        assert (tenant, key) not in self.seen, "published twice"
+        self.seen[tenant, key] = (ref, offset, length, namespace, flags)
+
+    def withdraw(self, tenant: int, key: bytes) -> None:
+        del self.seen[tenant, key]
+
+    def move(self, tenant: int, key: bytes, ref: int, offset: int, length: int, namespace: int, flags: int) -> None:
+        assert (tenant, key) in self.seen, "moved and never published"
+        self.seen[tenant, key] = (ref, offset, length, namespace, flags)
+
+    def flag(self, tenant: int, key: bytes, flags: int) -> None:
+        *place, _ = self.seen[tenant, key]
+        self.seen[tenant, key] = (place[0], place[1], place[2], place[3], flags)
+
+
+class Disk:
+    """What outlives a crash: bytes of extents, records, and files."""
+
+    def __init__(self) -> None:
+        self.bytes: dict[int, bytes] = {}
+        self.records: dict[tuple[bytes, bytes], tuple[int, int, bytes, int]] = {}
+        """Digest of a namespace and key -> extent, checksum, parent, depth."""
+        self.files: dict[int, int] = {}
+        self.namespaces: dict[bytes, Namespace] = {}
+
+
+class Node:
+    """One life of the daemon over a disk."""
+
+    def __init__(
+        self,
+        disk: Disk | None = None,
+        *,
+        memory_pages: int = 16,
+        disk_pages: int = 24,
+        policy: str = "through",
+        queue_pages: int = 64,
+        restored: bool = True,
+    ) -> None:
+        wanted, segments.SEGMENTS_WANTED = segments.SEGMENTS_WANTED, memory_pages // IN_SEGMENT
+        self.index = Index()
+        self.joined = Joined(self.index)
+        self.memory = Store(memory_pages * PAGE, self.joined.host)
+        segments.SEGMENTS_WANTED = disk_pages // IN_SEGMENT
+        self.store = Store(disk_pages * PAGE, self.joined.ssd, lazily=True)
+        segments.SEGMENTS_WANTED = wanted
+        queue = queue_pages * PAGE
+        self.moving = Movement(
+            self.memory, self.store, self.joined, pid=1, policy=policy, queue_bytes=dict.fromkeys(Kind, queue)
+        )
+        self.disk = disk or Disk()
+        self.now = 1000.0
+        self.slab: dict[int, bytes] = {}
+        self.pending: list[Move] = []
+        self.half: dict[int, str] = {}
+        """Jobs whose first step is done -> what a read will report."""
+        self.tickets: list[Ticket] = []
+        self.durable: list[str] = []
+        for job in self.memory.take_jobs():
+            if isinstance(job, MakeSegment):
+                self.memory.segments.made(job.segment)
+        self.ns = self.namespace("ns", PAGE)
+        self.session = self.open()
+        if restored:
+            self.restore()
+
+    def namespace(self, name: str, size_bytes: int) -> Namespace:
+        return self.memory.open_namespace(self.memory.tenant("default"), key_of(name), size_bytes, name)
+
+    def open(self) -> Session:
+        return self.memory.open_session(
+            self.memory.tenant("default"), "client", self.now, local=True, read_only=False, pid=7, nonce=7
+        )
+
+    # -- clients
+
+    def put(self, keys: Sequence[bytes], ns: Namespace | None = None, ttl_s: float = 0.0) -> list[int]:
+        """Stores a chain; results. Stops where there is no room."""
+        ns, results = ns or self.ns, []
+        for at, key in enumerate(keys):
+            refs = self.memory.reserve(self.session, ns, 1, self.now)
+            self.slab[refs[0]] = key
+            parent = keys[at - 1] if at else b""
+            results += self.memory.commit(self.session, ns, [key], refs, [parent], [at], self.now, ttl_s)
+            if self.session.granted:
+                self.memory.abort(self.session, list(self.session.granted))
+        return results
+
+    def block(self, key: bytes, ns: Namespace | None = None) -> Block:
+        return ((ns or self.ns).id, key)
+
+    def load(self, keys: Sequence[bytes], seconds: float = 1.0, ns: Namespace | None = None) -> Ticket:
+        ticket = self.moving.load(ns or self.ns, keys, self.now + seconds, lambda _: None)
+        self.tickets.append(ticket)
+        return ticket
+
+    def prefetch(
+        self, keys: Sequence[bytes], seconds: float = 1.0, ns: Namespace | None = None, priority: int = 0
+    ) -> Ticket:
+        ticket = self.moving.prefetch(ns or self.ns, keys, self.now + seconds, lambda _: None, priority)
+        self.tickets.append(ticket)
+        return ticket
+
+    def tiers(self, key: bytes, ns: Namespace | None = None) -> int:
+        """Flags as readers see them; 0 where the block is nowhere."""
+        found = self.index.seen.get(((ns or self.ns).tenant.id, key))
+        return found[4] if found else 0
+
+    def evict_memory(self, blocks: int) -> None:
+        """Evicts so many blocks of the first namespace's pool."""
+        pool = self.memory.pool(self.ns)
+        for _ in range(blocks):
+            row = self.memory.policy.victim(pool.order)
+            if row < 0:
+                return
+            self.memory._evict(row)
+
+    # -- workers
+
+    def take(self) -> list[Move]:
+        """New jobs, added to those that wait."""
+        new = self.moving.take_moves(self.now)
+        self.pending += new
+        return new
+
+    def run(self, error: str = "") -> int:
+        """Carries out all there is, and what follows from it; how many jobs."""
+        count = 0
+        while self.take() or self.pending:
+            while self.pending:
+                self.end(0, error)
+                count += 1
+        return count
+
+    def run_all_but(self, job: Move) -> None:
+        """Carries out everything else."""
+        while self.take() or len(self.pending) > 1:
+            while len(self.pending) > 1:
+                self.end(0 if self.pending[0] is not job else 1)
+
+    def step(self, at: int) -> None:
+        """The first half of a job: bytes are moved, and nothing is reported."""
+        job = self.pending[at]
+        if isinstance(job, WriteBlock) and job.number not in self.half:
+            if job.replaces is not None:
+                self.disk.records.pop(self._catalogued(job.replaces), None)
+            assert self.slab[job.source] == job.key, "a slot was given away while it was written out"
+            self.disk.bytes[job.extent] = self.slab[job.source]
+            self.half[job.number] = "ok"
+        elif isinstance(job, ReadBlock) and job.number not in self.half:
+            segment, slot = self.memory.segments.at(job.target)
+            assert segment.state[slot] == segments.GRANTED, "a slot was given away while it was read into"
+            found = self.disk.bytes.get(job.extent, b"")
+            self.slab[job.target] = found
+            right = found == job.key and checksum_of(found) == job.checksum
+            self.half[job.number] = "ok" if right else "mismatch"
+        elif isinstance(job, VerifyBlock) and job.number not in self.half:
+            found = self.disk.bytes.get(job.extent, b"")
+            right = found == job.key and checksum_of(found) == job.checksum
+            self.half[job.number] = "ok" if right else "mismatch"
+
+    def end(self, at: int, error: str = "") -> None:
+        """All of a job, and its report; with `error` its second half does not happen."""
+        if not error:
+            self.step(at)
+        job, moving = self.pending.pop(at), self.moving
+        if isinstance(job, WriteBlock):
+            self.half.pop(job.number, None)
+            if not error:
+                self.disk.namespaces[job.namespace.digest] = job.namespace
+                self.disk.records[job.namespace.digest, job.key] = (
+                    job.extent,
+                    checksum_of(job.key),
+                    job.parent,
+                    job.depth,
+                )
+            moving.wrote(job.number, checksum_of(job.key), error, self.now)
+        elif isinstance(job, ReadBlock | VerifyBlock):
+            moving.read(job.number, error or self.half.pop(job.number), self.now)
+            self.half.pop(job.number, None)
+        elif isinstance(job, ForgetRecords):
+            for name in () if error else job.names:
+                self.disk.records.pop(self._catalogued(name), None)
+            moving.forgotten(job.number, error)
+        elif isinstance(job, ProbeTier):
+            moving.probed(error)
+        elif isinstance(job, MakeSegment):
+            if not error:
+                self.disk.files[job.segment] = job.size_bytes
+            moving.made(job.segment, error)
+        elif isinstance(job, DropSegment):
+            del self.disk.files[job.segment]
+
+    def _catalogued(self, name: Name) -> tuple[bytes, bytes]:
+        """Numbers of namespaces are those of one life."""
+        return self.store.namespaces[name[0] - 1].digest, name[1]
+
+    # -- another life
+
+    def restore(self) -> Restore:
+        """What a new life does with what the last one left."""
+        again = Restore(self.moving.link, self.now)
+        for number, size_bytes in self.disk.files.items():
+            again.segment(number, size_bytes)
+        numbers = {digest: number for number, digest in enumerate(self.disk.namespaces, 1)}
+        for digest, ns in self.disk.namespaces.items():
+            again.namespace(numbers[digest], ns.tenant.name, digest, ns.block_bytes, ns.label, 0)
+        for (digest, key), (extent, checksum, parent, depth) in sorted(self.disk.records.items()):
+            name = (numbers[digest], key)
+            if not again.record(name, extent >> 32, extent & 0xFFFFFFFF, checksum, parent, depth, self.now - 5, 1, 0.0):
+                del self.disk.records[digest, key]
+        for number in again.unused():
+            del self.disk.files[number]
+        again.done()
+        while again.order():
+            pass
+        self.moving.ready = True
+        return again
+
+    def killed(self, **how: int | str) -> "Node":
+        """The next life: of this one, only the disk is left."""
+        return Node(self.disk, **how)  # type: ignore[arg-type]
+
+    # -- the truth
+
+    def check(self) -> None:
+        """Everything against everything."""
+        self.memory.check()
+        self.store.check()
+        link = self.moving.link
+        seen: dict[tuple[int, bytes], tuple[int, int]] = {}
+        for tenant in self.memory.tenants.values():
+            for key, row in tenant.rows.items():
+                ref = self.memory.table.place[row]
+                assert self.slab[ref] == key, "wrong bytes in memory"
+                seen[tenant.id, key] = (ref, HOST)
+        for tenant in self.store.tenants.values():
+            here = self.joined.memory_tenants[tenant.id]
+            for key, row in tenant.rows.items():
+                extent = self.store.table.place[row]
+                record = self.disk.records.get(self._catalogued((self.store.table.namespace[row], key)))
+                assert record is not None, "on the SSD without a record"
+                assert record[:2] == (extent, checksum_of(key)), "its record says something else"
+                assert link.checksums[row] == checksum_of(key), "its checksum is kept wrong"
+                ref, flags = seen.get((here.id, key), (0, 0))
+                seen[here.id, key] = (ref, flags | SSD)
+        assert {name: (found[0], found[4]) for name, found in self.index.seen.items()} == seen, "readers see otherwise"
+        reading = {loading.job.target for loading in self.moving.loads.loading.values() if loading.job}
+        for tenant in self.memory.tenants.values():
+            session = link.on_memory.session(tenant)
+            assert set(session.granted) == {ref for ref in reading if self._tenant(ref) == tenant.id}
+        writing = {w.job.extent for w in self.moving.writes.under_way.values()}
+        granted = {ref for tenant in self.store.tenants.values() for ref in link.on_disk.session(tenant).granted}
+        assert granted == writing, "extents are taken and nothing is written there"
+
+    def _tenant(self, ref: int) -> int:
+        tenant = self.memory.segments.live[ref >> 32].tenant
+        assert tenant is not None
+        return tenant
