@@ -344,8 +344,10 @@ class Daemon:
         lost, took_s = await upkeep.save(SAVE_S, progress), time.monotonic() - began
         if lost:
             why = self.movement.trouble if self.movement is not None else ""
-            log.warning("blocks were not saved to the SSD", blocks_lost=lost, reason=why or "no time or room for them")
-        log.info("memory saved to the SSD", blocks_lost=lost, seconds=round(took_s, 2))
+            log.warning(
+                "blocks were not saved to the SSD", blocks_not_saved=lost, reason=why or "no time or room for them"
+            )
+        log.info("memory saved to the SSD", blocks_not_saved=lost, seconds=round(took_s, 2))
 
     def stats(self) -> pb.StatsReply:
         """What the daemon says of itself."""

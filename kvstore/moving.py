@@ -27,7 +27,7 @@ from kvstore.numbers import NamespaceNumbers
 from kvstore.tiers.slab import Slab
 from kvstore.tiers.ssd.catalogue import CatalogueError, Unreadable
 from kvstore.tiers.ssd.directory import DirectoryHeld, SsdDirectory
-from kvstore.tiers.ssd.format import Record, record_key
+from kvstore.tiers.ssd.format import EXTENTS, Record, record_key
 from kvstore.tiers.ssd.jobs import (
     Describe,
     Described,
@@ -115,6 +115,8 @@ class Mover:
         self._uses = Uses(movement.link.disk)
         self._measured_at = 0.0
         self._measuring = False
+        self._said_no_file = ""
+        movement.link.on_corrupt = self._say_corrupt
         movement.on_used = self._uses.note
         movement.link.trouble = OPENING
         self._said = movement.link.trouble
@@ -159,6 +161,8 @@ class Mover:
             log.warning("the SSD tier goes through the page cache", reason=self.direct_refused)
         for aside in directory.set_aside_now:
             log.error("what cannot be read was set aside", path=str(aside.path), reason=aside.reason)
+        if directory.leftovers:
+            log.warning("files that nothing in the catalogue speaks of were removed", files=len(directory.leftovers))
         for segment, why in directory.damaged.items():
             log.error("a segment file is damaged", segment=segment, reason=why)
 
@@ -429,6 +433,10 @@ class Mover:
             self.free_bytes = await read(self._opener, opened.directory.free_bytes)
             self.physical_bytes = await read(self._opener, opened.directory.physical_bytes)
             self.aside = await read(self._opener, opened.directory.count_aside)
+            if self._layout != EXTENTS:
+                # No file of ours is made for a payload in RocksDB, so nobody asks whether there is room for it.
+                floor_met = self.free_bytes >= self._free_floor_bytes
+                self.movement.make_less(not floor_met, self.physical_bytes > self._size_bytes)
         except OSError as e:
             log.debug("the SSD's directory cannot be measured", reason=str(e))
         finally:
@@ -439,11 +447,18 @@ class Mover:
             for touch in self._uses.take(now, self._wall, self._record_key, OF_NOBODY):
                 opened.tier.submit(touch)
 
+    def _say_corrupt(self, key: bytes, extent: int) -> None:
+        place = {"segment": extent >> 32, "slot": extent & 0xFFFFFFFF}
+        log.error("a block on the SSD was not its own and is removed", key=key.hex(), **place)
+
     def _say_trouble(self) -> None:
+        if self.link.no_file and not self._said_no_file:
+            log.warning("the SSD tier cannot grow", reason=self.link.no_file)
+        self._said_no_file = self.link.no_file
         trouble = self.link.trouble
         if trouble == self._said:
             return
-        if trouble and not self._said:
+        if trouble and trouble != OPENING and self._said in ("", OPENING):
             log.error("the SSD tier is out of use", reason=trouble)
         elif not trouble and self._said != OPENING:
             log.info("the SSD tier is in use again")

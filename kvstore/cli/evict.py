@@ -139,7 +139,7 @@ def evict(
         if plan.much:
             whole = f", {percent(plan.share, 1)} of {plan.of}" if plan.blocks else ""
             about = f"up to {count(plan.blocks)} {plan.what} ({human_bytes(plan.size_bytes)}{whole})"
-            confirm(f"This drops {about}, and what is dropped is gone; leased and pinned blocks stay.", yes=yes)
+            confirm(f"This drops {about}{_what_stays(tier, before)}; leased and pinned blocks stay.", yes=yes)
         _carry_out(client, plan.requests, done)
         leasing = [] if as_json or not done["leased"] else _leasing(client.stats(), scope.tenant)
     if as_json:
@@ -253,6 +253,12 @@ def _bytes_plan(scope: Scope, tenant: str, size_bytes: int, *, everything: bool)
     size = min(size_bytes, scope.size_bytes)
     blocks = -(-scope.blocks * size // max(scope.size_bytes, 1))
     return scope.plan([pb.EvictRequest(tenant=tenant, size_bytes=size_bytes)], blocks, size)
+
+
+def _what_stays(tier: str, before: dict[str, Any]) -> str:
+    """What becomes of the blocks: copies in the other tier stay, and a block without one is gone."""
+    other = {"host": "on the SSD", "ssd": "in memory"}.get(tier)
+    return f"; copies {other} stay, and a block that has none is gone" if other and before.get("ssd") else ", for good"
 
 
 def _unnamed(stats: Mapping[str, Any]) -> str:

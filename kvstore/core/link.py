@@ -90,8 +90,12 @@ class Link:
         """Of each row of the SSD's store."""
         self.trouble = ""
         """Why the SSD is out of use; "" where it is in use."""
+        self.too_full = False
+        """The payload takes more than it may, where files do not bound it: nothing is written."""
         self.no_file = ""
         """Why the last segment could not be made; the SSD is in use with what it has."""
+        self.on_corrupt: Callable[[bytes, int], None] = lambda key, extent: None
+        """Told of a record whose bytes are not its own, before it is removed."""
         self.on_trouble: Callable[[], None] = lambda: None
         self.removals = Removals()
         self._last = 0

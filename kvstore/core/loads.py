@@ -321,6 +321,9 @@ class Loads:
     def found_corrupt(self, block: Block) -> None:
         """The bytes in its extent are not a block's own: it is not promised again."""
         self.link.counts.corrupt += 1
+        row = self.link.disk_row(block)
+        if row != NONE:
+            self.link.on_corrupt(block[1], self.link.disk.table.place[row])
         self.link.disk.remove(self.link.joined.disk_of[block[0]], [block[1]])
 
     def found_unreadable(self, block: Block, why: str) -> None:

@@ -31,6 +31,9 @@ from kvstore.core.writeback import WriteBack
 PROBE_S = 5.0
 """Between two attempts to find an SSD well again that is out of use."""
 
+LESS_SHARE = 1 / 32
+"""Of a pool's blocks, dropped in one measure where the payload is too much."""
+
 SILENT_S = 2.0
 """A read under way for longer puts the SSD out of use, so that nobody waits for it, until it answers."""
 
@@ -225,7 +228,7 @@ class Movement:
         schedule = self.link.schedule
         if not self.link.trouble:
             self.writes.hand_out_forgotten()
-        without = [Kind.WRITE] if self.writes.waits_for_room or not self.ready else []
+        without = [Kind.WRITE] if self.writes.waits_for_room or not self.ready or self.link.too_full else []
 
         def begin(kind: Kind, block: Block) -> Turn:
             return self.writes.begin(block) if kind is Kind.WRITE else self.loads.begin(block, now)
@@ -275,6 +278,26 @@ class Movement:
     def under_way(self) -> bool:
         """Jobs that hold slots have not been reported, or segments are being emptied for other block sizes."""
         return bool(self.loads.under_way or self.writes.under_way or self.verification.jobs or self.link.disk.room.busy)
+
+    def make_less(self, disk_full: bool, too_large: bool) -> None:
+        """For a payload that takes what it takes, measured now and then: nothing is written while it is too much.
+
+        Meanwhile the coldest blocks go, LESS_SHARE of each pool a call.
+        """
+        link = self.link
+        link.too_full = disk_full or too_large
+        link.no_file = (
+            "its file system has less free than ssd.free_floor" * disk_full or "it takes more than ssd.size" * too_large
+        )
+        if not link.too_full or not self.ready:
+            return
+        disk = link.disk
+        for pool in disk.segments.filled():
+            for _ in range(int(pool.blocks * LESS_SHARE) + 1):
+                row = disk.policy.victim(pool.order)
+                if row == NONE:
+                    break
+                disk.evict(row)
 
     def lose_all(self) -> None:
         """What was on the SSD is not there any more: its directory was set aside. Nothing may be under way."""

@@ -41,7 +41,7 @@ class Store:
         self.table = BlockTable()
         self.segments = SegmentTable(size_bytes, huge_pages, lazily=lazily)
         self.policy = POLICIES[policy](self.table)
-        self.room = Room(self.table, self.segments, self.policy, self._evict)
+        self.room = Room(self.table, self.segments, self.policy, self.evict)
         self.tenants: dict[str, Tenant] = {}
         self.namespaces: list[Namespace] = []
         self.sessions: dict[int, Session] = {}
@@ -444,7 +444,8 @@ class Store:
 
     # -- steps
 
-    def _evict(self, row: int) -> None:
+    def evict(self, row: int) -> None:
+        """A block goes for room."""
         self.counts.evicted += 1
         self.conversations.evicted(self.table.conversation[row])
         if self.tree.families.is_orphan(row):

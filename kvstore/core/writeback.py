@@ -20,6 +20,8 @@ from kvstore.core.link import OPENING, Block, Link
 from kvstore.core.moves import ForgetRecords, Name, WriteBlock
 from kvstore.core.schedule import PRIORITY_MAX, PRIORITY_MIN, Kind, Turn
 
+FULL = "the queue of write-backs is full (it takes half of host.size): put less at a time, or again a little later"
+
 FORGET_MAX = 256
 """Records deleted together."""
 
@@ -199,7 +201,7 @@ class WriteBack:
             elif block in self.numbers or self._queue_first(block):
                 waiter.left.add(block)
             else:
-                waiter.why = link.trouble or "the queue of write-backs is full"
+                waiter.why = link.trouble or FULL
         for block in waiter.left:
             self._durables.setdefault(block, []).append(waiter)
         for key in keys:  # in their order: a chain is evicted from its end
@@ -430,7 +432,7 @@ class WriteBack:
             del self._former[extent]
         block = self._after.pop(name, None)
         if block is not None and not self.offer(block, PRIORITY_MAX):
-            self._tell(block, self.link.trouble or "the queue of write-backs is full")
+            self._tell(block, self.link.trouble or FULL)
 
     def know_no_record(self) -> None:
         """All records are gone with the directory they were in; nothing may be under way."""

@@ -154,7 +154,7 @@ class Node:
             row = self.memory.policy.victim(pool.order)
             if row < 0:
                 return
-            self.memory._evict(row)
+            self.memory.evict(row)
 
     # -- workers
 

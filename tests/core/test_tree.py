@@ -34,7 +34,7 @@ def evict(scene: Scene, count: int) -> None:
     for _ in range(count):
         row = scene.store.policy.victim(scene.store.pool(scene.ns).order)
         assert row != NONE
-        scene.store._evict(row)
+        scene.store.evict(row)
     scene.check()
 
 

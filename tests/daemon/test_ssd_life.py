@@ -140,7 +140,7 @@ def test_what_only_memory_has_is_written_when_the_daemon_stops(tmp_path: Path) -
             ns, keys = put(client)
             assert client.stats()["ssd"]["blocks"] == 0
         assert node.stop() == 0
-        assert "memory saved to the SSD blocks_lost=0" in node.output()
+        assert "memory saved to the SSD blocks_not_saved=0" in node.output()
         node.restart()
         opened(node)
         with Client(node.endpoint) as client:
@@ -202,7 +202,7 @@ def test_systemd_is_asked_for_time_while_memory_is_saved(place: Path, tmp_path: 
         assert service.process.poll() is None, "it waits for the disk"
         hold.unlink()
         assert service.process.wait(20) == 0
-        assert "memory saved to the SSD blocks_lost=0" in service.output()
+        assert "memory saved to the SSD blocks_not_saved=0" in service.output()
     finally:
         hold.unlink(missing_ok=True)
         service.kill()
@@ -221,7 +221,7 @@ def test_a_disk_that_does_not_end_keeps_the_daemon_only_so_long_and_what_is_lost
             put(client)
         hold.touch()
         assert service.stop() == 0
-        assert f"blocks_lost={BLOCKS}" in service.output()
+        assert f"blocks_not_saved={BLOCKS}" in service.output()
         assert "no time or room for them" in service.output()
     finally:
         hold.unlink(missing_ok=True)

@@ -275,7 +275,7 @@ def test_flush_says_what_could_not_be_written_and_why(tmp_path: Path) -> None:
         assert json.loads(body)["checks"]["ssd"].startswith("degraded: the SSD tier cannot grow")
         assert "blocks were not saved to the SSD" not in full.output()
         assert full.stop() == 0
-        assert f"blocks_lost={BLOCKS}" in full.output()
+        assert f"blocks_not_saved={BLOCKS}" in full.output()
 
 
 def test_limits_of_flush_and_verify_are_told(client: Client) -> None:

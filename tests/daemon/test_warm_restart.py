@@ -16,7 +16,7 @@ import pytest
 
 from kvstore.tiers import ledger as layout
 from kvstore_client import Client, Hint, Namespace
-from tests.conftest import RunningDaemon, eventually
+from tests.conftest import KVSTORED, RunningDaemon, eventually
 from tests.nodes import block, running
 
 BLOCK = 16 << 10
@@ -278,7 +278,7 @@ def test_memory_of_no_more_use_is_let_go(start_daemon: Start, place: Path) -> No
 def test_a_tmpfs_that_is_too_small_is_said_at_the_start(tmp_path: Path) -> None:
     """In a mount namespace of its own."""
     program = (
-        f"mount -t tmpfs -o size=3M tmpfs {tmp_path} && exec kvstored --set server.socket={tmp_path}/s "
+        f"mount -t tmpfs -o size=3M tmpfs {tmp_path} && exec {KVSTORED} --set server.socket={tmp_path}/s "
         f"--set server.state_dir={tmp_path}/state --set host.size=4MiB --set host.persist={tmp_path}/memory"
     )
     done = subprocess.run(

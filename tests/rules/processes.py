@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -117,9 +118,9 @@ class Program:
 
 
 def pool(client: Client, block_bytes: int) -> dict[str, int]:
-    """What the daemon says of the slots of one block size."""
+    """What the daemon says of the slots of one block size; of one without memory it says nothing, which is all 0."""
     pools: list[dict[str, Any]] = client.stats()["pools"]
-    return next(p for p in pools if p["block_bytes"] == block_bytes)
+    return next((p for p in pools if p["block_bytes"] == block_bytes), Counter())
 
 
 def session(client: Client, name: str) -> dict[str, Any] | None:
