@@ -167,7 +167,7 @@ class Session:
             raise errors.InvalidArgument(f"a request of {len(own)} bytes; at most {FRAME_BYTES_MAX}: split it")
         try:
             self._stream.set_deadline(timeout_s or self.timeout_s)
-            self._stream.send(self._waiting_frames() + own)
+            self._stream.send((self._waiting_frames() if self.hello.protocol else b"") + own)  # nothing ahead of Hello
         except OSError as e:
             raise self._broken(e) from e
         return self._last_id

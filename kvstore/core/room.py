@@ -194,9 +194,12 @@ class Room:
                 return True
         else:
             oldest = self._policy.oldest_use(pool.order)
-            if self._look_elsewhere(pool, oldest) and self._take_colder(pool, oldest):
-                self._until_look.pop(pool, None)  # the next may be colder than what is here, too
-                return True
+            if self._look_elsewhere(pool, oldest):
+                if self._take_colder(pool, oldest):
+                    self._until_look.pop(pool, None)  # the next may be colder than what is here, too
+                    return True
+                if pool.slot_bytes > self._segments.segment_bytes and self._segments.coming(pool):
+                    return False  # it is being made of what was colder: what is here need not go for it
         return self._evict(pool)
 
     def _evict(self, pool: Pool) -> bool:
@@ -220,7 +223,7 @@ class Room:
         if left > 0:
             self._until_look[pool] = left - 1
             return False
-        self._until_look[pool] = max(self._segments.segment_bytes // pool.slot_bytes, 1)
+        self._until_look[pool] = self._segments.segment_bytes // pool.slot_bytes
         return len(self._segments.pools) > 1
 
     def _take_colder(self, pool: Pool, oldest: float) -> bool:
@@ -236,17 +239,20 @@ class Room:
         other = next((s for s in self._others(pool) if s.size_bytes >= size), None)
         if other is not None and other.used < oldest:
             self._take(pool, [other])
+        elif pool.slot_bytes > self._segments.segment_bytes:
+            # None of the ordinary ones is large enough; or a pool of such blocks would live of its own last one.
+            self._take_apart(pool, oldest)
         return False
 
-    def _take_apart(self, pool: Pool) -> None:
-        """Takes whole segments back, coldest first, if a new one for `pool` can be made of them; else nothing."""
+    def _take_apart(self, pool: Pool, before: float = INFINITY) -> None:
+        """Takes whole segments not used since `before`, coldest first, if one for `pool` can be made of them."""
         table = self._segments
         size = table.size_for(pool.slot_bytes)
         found = table.idle_bytes + table.drain_bytes
         taken: list[Segment] = []
         for candidates in (self._own(pool), self._others(pool)):
             for segment in candidates:
-                if found < size:
+                if found < size and segment.used < before:
                     taken.append(segment)
                     found += segment.size_bytes
         if found < size:

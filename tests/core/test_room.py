@@ -1,5 +1,7 @@
 """Where room comes from: nobody's memory, eviction, other block sizes, other tenants; and when there is none."""
 
+import contextlib
+
 import pytest
 
 from kvstore.core import room
@@ -477,3 +479,21 @@ class TestWatermarks:
             # Half of what it had when its turn came; segments may have moved to it meanwhile.
             assert pool.free >= int(pool.slots * 0.4)
         scene.check()
+
+
+def test_blocks_larger_than_a_segment_take_colder_ones_apart_and_do_not_live_of_their_own_last_one() -> None:
+    """Ten blocks of 2 MiB among older ones of 16 KiB left one of them, beside 62 colder segments."""
+    scene = Scene(slots=32, in_segment=1)
+    large = scene.namespace("large", 2 * PAGE)
+    small = scene.fill()
+    keys = [key_of(f"large {i}") for i in range(8)]
+    for key in keys:
+        scene.tick()
+        with contextlib.suppress(ResourceExhausted):
+            scene.put([key], ns=large)
+        scene.run_jobs()  # for which a client is made to wait
+        if not scene.present(key, large):
+            scene.put([key], ns=large)
+        scene.check()
+    assert scene.here(keys, large) == list(range(8))
+    assert len(scene.here(small)) == 32 - 2 * 8
