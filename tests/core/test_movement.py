@@ -474,37 +474,3 @@ def test_with_through_what_an_ssd_out_of_use_missed_is_written_when_it_is_back()
     assert [node.tiers(key) for key in (*chain("a", 2), *chain("b", 4))] == [BOTH] * 6
     assert not node.moving.counts.offloaded
     node.check()
-
-
-def test_a_payload_that_files_do_not_bound_is_written_no_further_and_made_less() -> None:
-    node = Node(memory_pages=64, disk_pages=128)
-    node.put(chain("a", 20))
-    node.run()
-    node.moving.make_less(disk_full=True, too_large=False)
-    node.run()
-    assert "ssd.free_floor" in node.moving.link.no_file
-    assert len(node.disk.records) == 19
-    node.put(chain("b", 4))
-    node.run()
-    assert len(node.disk.records) == 19
-    node.moving.make_less(disk_full=False, too_large=False)
-    node.run()
-    assert not node.moving.link.no_file
-    assert len(node.disk.records) == 23
-    node.check()
-
-
-def test_a_record_that_is_not_its_own_is_told_by_key_and_place() -> None:
-    node = Node()
-    (key,) = chain("a", 1)
-    node.put([key])
-    node.run()
-    node.evict_memory(1)
-    extent = node.store.table.place[node.moving.link.disk_row(node.block(key))]
-    node.disk.bytes[extent] = b"rotten"
-    told: list[tuple[bytes, int]] = []
-    node.moving.link.on_corrupt = lambda key, extent: told.append((key, extent))
-    node.moving.loads.close(node.load([key]))
-    node.load([key])
-    node.run()
-    assert told == [(key, extent)]
