@@ -47,7 +47,8 @@ class Environment:
     def installed(self) -> "Environment":
         """Installs it unless it is there. Raises Missing."""
         stamp = self.folder / ".stamp"
-        wanted = f"{sys.version}\n{self.steps}\n"
+        # Its programs name its place, so one that was moved is of no use.
+        wanted = f"{sys.version}\n{self.folder}\n{self.steps}\n"
         if stamp.exists() and stamp.read_text() == wanted:
             return self
         print(f"installing {self.name} ...", flush=True)
