@@ -98,6 +98,11 @@ clean:  ## remove caches and build output (.venv/ and .venv-peers/ stay)
 
 # The unit is tried with systemd's own programs; it need not be the system's first process.
 .venv/.stamp-systemd: | .venv/.stamp-venv
+	@if [ "$$(id -u)" = 0 ] && ! command -v mkfs.ext4 >/dev/null && command -v apt-get >/dev/null; then \
+		echo "installing e2fsprogs (small disks that the tests fill) ..."; \
+		export DEBIAN_FRONTEND=noninteractive; \
+		apt-get update -qq && apt-get install -y -qq --no-install-recommends e2fsprogs >/dev/null; \
+	fi
 	@if ! command -v systemd-analyze >/dev/null; then \
 		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 			echo "installing systemd (its programs check the unit) ..."; \
