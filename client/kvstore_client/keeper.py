@@ -19,7 +19,7 @@ from kvstore_client.farewell import Arguments, see_off, unmap_unused
 from kvstore_client.reads import Reads
 from kvstore_client.session import TOUCH_S, Session
 from kvstore_client.transport import Identity
-from kvstore_client.waiting import InTheMiddle, acquired, is_mine
+from kvstore_client.waiting import InTheMiddle, Wake, acquired, is_mine
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.errors import DeadlineExceeded, FailedPrecondition, KVStoreError, Unavailable
 
@@ -56,7 +56,7 @@ class Keeper:
         self._last: queue.SimpleQueue[Session | None] = queue.SimpleQueue()
         """To the thread: the session that the client leaves behind. Its `put` is safe in finalizers."""
         self._connecting = threading.RLock()
-        self._wake = threading.Event()
+        self._wake = Wake()
         self._backoff_s = BACKOFF_FIRST_S
         self._retry_at = 0.0
         self._forked = False
@@ -284,7 +284,7 @@ def _populate(session: Session) -> None:
 
 def _keep(
     owner: "weakref.ref[Keeper]",
-    wake: threading.Event,
+    wake: Wake,
     last: "queue.SimpleQueue[Session | None]",
     arguments: Arguments,
 ) -> None:
@@ -295,7 +295,6 @@ def _keep(
     pause = 0.0
     while True:
         wake.wait(pause)
-        wake.clear()
         keeper = owner()
         if keeper is None or keeper.closed:
             del keeper

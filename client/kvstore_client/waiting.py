@@ -1,8 +1,10 @@
 """Waits that end in time."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 
 from kvstored.v1.errors import Unavailable
 
@@ -68,3 +70,27 @@ class locked:  # noqa: N801 (used as a statement)
     def __exit__(self) -> Callable[..., None]:
         """The lock's own, not a function of Python's, at whose start an exception may come from a signal handler."""
         return self._lock.__exit__
+
+
+class Wake:
+    """How a thread that waits is called: `threading.Event`, without its lock.
+
+    An exception of a signal handler can end Event.set() just when it has that lock, which is never
+    given back then, and the next call waits for ever. A SimpleQueue has none in Python, and its
+    put may be called in the middle of itself.
+    """
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[None] = SimpleQueue()
+
+    def set(self) -> None:
+        """Ends the wait there is, or the next one. Never waits."""
+        if self._calls.empty():
+            self._calls.put(None)
+
+    def wait(self, timeout_s: float) -> None:
+        """Until it is called, at most so long; what was called meanwhile counts once."""
+        with contextlib.suppress(Empty):
+            self._calls.get(timeout=timeout_s)
+        while not self._calls.empty():
+            self._calls.get()

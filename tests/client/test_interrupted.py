@@ -14,7 +14,7 @@ import pytest
 
 from kvstore_client import Client, KVStoreError, Namespace, Unavailable
 from kvstore_client.session import Session
-from kvstore_client.waiting import acquired
+from kvstore_client.waiting import Wake, acquired
 from kvstored.v1 import KEYS_MAX
 from kvstored.v1 import kvstore_pb2 as pb
 from tests.conftest import RunningDaemon, eventually
@@ -310,3 +310,17 @@ def test_in_the_middle_of_a_call_nothing_waits_for_that_call_and_a_well_daemon_i
         assert time.monotonic() - began < AT_ONCE_S
         assert client.health().healthy
         assert ns.remove(keys) == 1
+
+
+def test_a_wake_that_an_exception_ended_anywhere_can_be_called_again() -> None:
+    """Of an Event the lock stayed taken: close() waited for ever."""
+    wake = Wake()
+    for turn in range(500):
+        with contextlib.suppress(Interrupted), interrupted(interrupt, 0.001 + turn * 1e-6):
+            while True:
+                wake.set()
+    wake.wait(0.0)
+    wake.set()
+    began = time.monotonic()
+    wake.wait(30.0)
+    assert time.monotonic() - began < 10.0
