@@ -14,6 +14,9 @@ from kvstore_client.keeper import Keeper
 from kvstored.v1 import kvstore_pb2 as pb
 from tests.conftest import RunningDaemon, eventually
 
+pytestmark = pytest.mark.timeout(method="thread")
+"""The usual way is SIGALRM, which these tests have for themselves."""
+
 TIMEOUT_S = 0.5
 SLACK_S = 1.0
 BLOCK = 4096

@@ -20,6 +20,9 @@ from kvstored.v1 import kvstore_pb2 as pb
 from tests.conftest import RunningDaemon, eventually
 from tests.nodes import block, running
 
+pytestmark = pytest.mark.timeout(method="thread")
+"""The usual way is SIGALRM, which these tests have for themselves."""
+
 TIMEOUT_S = 0.5
 IN_TIME_S = 4 * TIMEOUT_S
 """A call, a call of the handler's in the middle of it, and twice as much for a slow machine."""

@@ -18,6 +18,9 @@ from tests.client.slow_disk import SlowDiskDaemon
 from tests.conftest import eventually
 from tests.nodes import block, totals
 
+pytestmark = pytest.mark.timeout(method="thread")
+"""The usual way is SIGALRM, which these tests have for themselves."""
+
 BLOCK = 64 << 10
 COLD, WARM = 12, 8
 LATE_S = 0.6

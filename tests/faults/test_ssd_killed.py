@@ -196,6 +196,7 @@ def seed() -> int:
     return found
 
 
+@pytest.mark.timeout(600)  # more than a hundred starts
 def test_a_daemon_that_is_killed_at_any_moment_loses_nothing_that_was_durable(
     tmp_path: Path, seed: int, start_program: Callable[..., Program]
 ) -> None:
