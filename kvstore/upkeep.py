@@ -56,7 +56,7 @@ class Upkeep:
         """As `kvstore-cli stats` and the metrics show it."""
         mover, movement = self.mover, self.mover.movement
         link, disk = movement.link, movement.link.disk
-        pools = disk.segments.pools.values()
+        pools = disk.segments.filled()
         return pb.SsdStats(
             path=str(mover.path),
             layout=self._layout,
@@ -148,7 +148,7 @@ class Upkeep:
         return movement.trouble if self._left else ""
 
     def _blocks_in_memory(self) -> int:
-        return sum(pool.blocks for pool in self.mover.link.memory.segments.pools.values())
+        return sum(pool.blocks for pool in self.mover.link.memory.segments.filled())
 
     def _say_left(self, left: int) -> None:
         self._left = left
@@ -188,7 +188,7 @@ class Upkeep:
         """Reads blocks back from `cursor` on; a cursor is the row to go on from, plus one."""
         movement = self.mover.movement
         disk, reply = movement.link.disk, pb.VerifyReply(cursor=max(cursor, 1))
-        reply.total = sum(pool.blocks for pool in disk.segments.pools.values())
+        reply.total = sum(pool.blocks for pool in disk.segments.filled())
         reply.trouble = movement.trouble or ("" if movement.ready else "its records are being read")
         if reply.trouble:
             return reply
