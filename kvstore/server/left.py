@@ -49,11 +49,4 @@ class LeftSession:
     def forget(self) -> None:
         """Nothing of it is left."""
         self.session = None
-        for nonce in self.names:
-            self.server.by_nonce.pop(nonce, None)
-        self.names.clear()
-        if self.peer.pidfd >= 0:
-            self.server.loop.remove_reader(self.peer.pidfd)
-            self.peer.close()
-        self.server.clients.pop(self, None)
-        self.server.node.jobs_ready()
+        self.server.forget(self)

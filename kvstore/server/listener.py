@@ -76,6 +76,17 @@ class SessionServer:
         self.clients[left] = None
         left.start()
 
+    def forget(self, client: "ClientSession | LeftSession") -> None:
+        """Nobody finds it by a nonce any more, and its process is not watched."""
+        for nonce in client.names:
+            self.by_nonce.pop(nonce, None)
+        client.names.clear()
+        if client.peer.pidfd >= 0:
+            self.loop.remove_reader(client.peer.pidfd)
+            client.peer.close()
+        self.clients.pop(client, None)
+        self.node.jobs_ready()
+
     def make_place(self) -> None:
         """Where the table of sessions is full, forgets one that ended holding nothing."""
         if len(self.node.store.sessions) < holds.SESSIONS_MAX:

@@ -301,14 +301,7 @@ class ClientSession:
     def forget(self) -> None:
         """Nothing of this client is left."""
         self.session = None
-        for nonce in self.names:
-            self.server.by_nonce.pop(nonce, None)
-        self.names.clear()
-        if self.peer.pidfd >= 0:
-            self.server.loop.remove_reader(self.peer.pidfd)
-            self.peer.close()
-        self.server.clients.pop(self, None)
-        self.server.node.jobs_ready()
+        self.server.forget(self)
 
     def _say(self, event: str, **fields: Any) -> None:
         """A line about the life of this session; of one that only administers, for who looks for it."""
