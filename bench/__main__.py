@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench import crowd, local, memory, remote, report, ssd, ssd_daemon
+from bench import crowd, local, memory, remote, report, ssd, ssd_capacity, ssd_daemon, ssd_shares, warm
 from bench.measure import Row, machine
 from bench.node import Node
 from kvstore_client import Client
@@ -16,7 +16,7 @@ from kvstore_client import Client
 TABLE_WIDTH = 200
 """Where the output is no terminal."""
 
-PARTS = ("memory", "local", "crowd", "grpc", "ssd")
+PARTS = ("memory", "local", "crowd", "grpc", "ssd", "warm")
 
 
 def main() -> int:
@@ -75,7 +75,13 @@ def _rows(console: Console, parts: tuple[str, ...], quick: bool) -> list[Row]:
         console.print("the SSD's bytes ...")
         rows += ssd.rows(quick)
         console.print("a daemon with an SSD ...")
+        rows += ssd_capacity.rows(quick)
         rows += ssd_daemon.rows(quick)
+        console.print("shares of the disk ...")
+        rows += ssd_shares.rows(quick)
+    if "warm" in parts:
+        console.print("a slab that outlives its daemon ...")
+        rows += warm.rows(quick)
     return rows
 
 

@@ -28,6 +28,7 @@ from kvstore.core.schedule import Kind
 from kvstore.core.segments import PAGE_BYTES, MakeSegment
 from kvstore.core.store import Store
 from kvstore.core.tiered import Joined
+from kvstore.core.tree import Numbers
 from kvstored.v1.errors import ResourceExhausted
 
 TRACE = Path(__file__).parent / "traces" / "mooncake_conversation.jsonl.xz"
@@ -69,6 +70,9 @@ class Nothing:
 
     def publish(
         self, tenant: int, key: bytes, ref: int, offset: int, length: int, namespace: int, flags: int = 0
+    ) -> None: ...
+    def fill(
+        self, tenant: int, keys: list[bytes], refs: Numbers, offsets: Numbers, lengths: Numbers, namespaces: Numbers
     ) -> None: ...
     def withdraw(self, tenant: int, key: bytes) -> None: ...
     def move(self, tenant: int, key: bytes, ref: int, offset: int, length: int, namespace: int, flags: int) -> None: ...

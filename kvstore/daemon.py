@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from kvstore import logs, machine, moving, two_stores
+from kvstore import logs, machine, two_stores
 from kvstore.config import Effective, Settings
 from kvstore.config.values import host_and_port
 from kvstore.core.probe import PROBE_TENANT
@@ -28,17 +28,18 @@ from kvstore.errors import ConfigError, StartupError
 from kvstore.instance import InstanceLocks, group_number
 from kvstore.logs import logger
 from kvstore.loops import Loop
-from kvstore.moving import Mover
-from kvstore.sdnotify import Notifier
+from kvstore.moving.mover import TICK_S, Mover
+from kvstore.moving.removals import Removals
+from kvstore.moving.upkeep import Upkeep
+from kvstore.sdnotify import Notifier, passed_descriptors
 from kvstore.server import addresses, stats
 from kvstore.server.auth import Access
 from kvstore.server.calls import Node
 from kvstore.server.listener import SessionServer
 from kvstore.server.readiness import Readiness, Troubles
 from kvstore.tiers.index import Indexes
-from kvstore.tiers.slab import Slab, SlabSegment
-from kvstore.upkeep import Upkeep
-from kvstore.warm import USES_S, Warm, place_for
+from kvstore.tiers.slab import PREFIX, Slab, SlabSegment
+from kvstore.warm import USES_S, Warm, choose_pages, place_for
 from kvstored.v1 import kvstore_pb2 as pb
 
 if TYPE_CHECKING:
@@ -147,10 +148,11 @@ class Daemon:
         """Told to stop: a start that is under way ends with the next segment."""
         server = settings.server
         self.access = Access.load(server.tls_cert, server.tls_key, server.tokens)
-        self._huge_pages = self._choose_pages()
+        left = passed_descriptors(PREFIX)
+        self._huge_pages = choose_pages(settings.host, left)
         self._started = time.monotonic()
         epoch = secrets.randbits(63) | 1
-        place = place_for(settings, notifier, huge_pages=self._huge_pages)
+        place = place_for(settings, notifier, left)
         self.warm = None if place is None else Warm(place, settings.host.size_bytes, huge_pages=self._huge_pages)
         self.slab = Slab(huge_pages=self._huge_pages, place=place)
         stored_bytes = settings.host.size_bytes + (settings.ssd.size_bytes if settings.ssd.path is not None else 0)
@@ -174,6 +176,7 @@ class Daemon:
         self.upkeep = None
         if self.mover is not None:
             ssd = settings.ssd
+            self.node.removals = self.mover.removals
             self.upkeep = self.node.ssd = Upkeep(self.mover, size_bytes=ssd.size_bytes, layout=ssd.layout)
         self.loops = [
             Loop("evict", 0.1, self._evict),
@@ -182,9 +185,9 @@ class Daemon:
             Loop("heartbeat", HEARTBEAT_S, self._heartbeat),
         ]
         if self.mover is not None:
-            self.loops.append(Loop("ssd", moving.TICK_S, self.mover.tick))
+            self.loops.append(Loop("ssd", TICK_S, self.mover.tick))
         if self.warm is not None:
-            self.node.witness = self.warm.witness
+            self.node.witness, self.node.persist = self.warm.witness, self.warm
             self.loops.append(Loop("ledger", USES_S, self.warm.step))
         if notifier.watchdog_s:
             self.loops.append(Loop("watchdog", notifier.watchdog_s / WATCHDOG_SHARE, notifier.alive))
@@ -215,11 +218,11 @@ class Daemon:
             self.warm.watch(self.sessions, self.slab, self.movement)
         if self.mover is not None:
             self.mover.start()
-        self._beat = time.monotonic()
         for loop in self.loops:
             loop.start()
         gc.collect()
         gc.freeze()
+        self._beat = time.monotonic()  # the loop has not turned while this started, and nobody waits for it yet
         tried = self.readiness.check()
         if not tried.ready:
             raise StartupError(f"the store does not work: {tried.wrong()}")
@@ -306,6 +309,7 @@ class Daemon:
         for loop in self.loops:
             await loop.stop()
         if self.mover is not None:
+            await self.mover.removals.close(self.mover.pump)
             await self.mover.close()
         await asyncio.gather(*self._jobs, return_exceptions=True)
         self._workers.shutdown()
@@ -327,6 +331,7 @@ class Daemon:
             free_floor_bytes=self.settings.ssd.free_floor_bytes,
             low=self.settings.evict.low,
             memory_came=self._ssd_moved,
+            removals=Removals(self.settings.server.state_dir, self.movement),
         )
 
     def _ssd_moved(self) -> None:
@@ -373,19 +378,6 @@ class Daemon:
         return max(self._late_s, time.monotonic() - self._beat - HEARTBEAT_S, 0.0)
 
     # -- memory
-
-    def _choose_pages(self) -> bool:
-        host = self.settings.host
-        if not host.huge_pages_on:
-            return False
-        try:
-            machine.check_huge_pages(host.size_bytes)
-        except StartupError as e:
-            if host.huge_pages == "on":
-                raise
-            log.warning("the slab uses 4 KiB pages", reason=str(e))
-            return False
-        return True
 
     def _check_machine(self) -> None:
         size_bytes = self.settings.host.size_bytes

@@ -8,13 +8,15 @@ from kvstore.core.schedule import Kind
 from kvstore.core.segments import PAGE_BYTES
 from kvstore.core.store import Store
 from kvstore.core.tiered import Joined, TieredIndex
-from kvstore.tiers.ssd.format import EXTENTS, ROCKSDB
+from kvstore.tiers.ssd.budget import budget_of
+from kvstore.tiers.ssd.format import ROCKSDB
 
 CATALOGUE_BYTES, CATALOGUE_SHARE = 96 << 20, 256
 """Of ssd.size, kept for the catalogue: its log and buffers, and some 170 bytes for each block of 64 KiB and less."""
 
-PAYLOAD_SHARES = {EXTENTS: 1.0, ROCKSDB: 0.5}
-"""By layout: RocksDB takes up to twice what is in it, and more, while slots are written again (docs/decisions)."""
+SLOTS_PER_BYTE = 4
+"""Layout "rocksdb": blocks are bounded by what they are packed to, so there are more slots than `ssd.size` has room
+for; of blocks that shrink to less than a fourth there are so many."""
 
 QUEUE_SHARES = {Kind.LOAD: 0.25, Kind.PREFETCH: 0.25, Kind.WRITE: 0.5}
 """Of host.size: bytes of blocks that may wait for the SSD. A name that waits holds no memory."""
@@ -29,10 +31,23 @@ def build(settings: Settings, indexes: TieredIndex, *, huge_pages: bool) -> tupl
     memory = Store(host, joined.host, policy=policy, huge_pages=huge_pages)
     disk = Store(file_bytes(ssd.size_bytes, ssd.layout), joined.ssd, policy=policy, lazily=True)
     queue_bytes = {kind: int(host * share) for kind, share in QUEUE_SHARES.items()}
-    return memory, Movement(memory, disk, joined, pid=os.getpid(), policy=ssd.write_back, queue_bytes=queue_bytes)
+    budget, packed = budget_of(ssd.size_bytes), ssd.layout == ROCKSDB
+    movement = Movement(
+        memory,
+        disk,
+        joined,
+        pid=os.getpid(),
+        policy=ssd.write_back,
+        queue_bytes=queue_bytes,
+        packed_bytes=budget.live_bytes if packed else 0,
+        packed_block_max=budget.step_bytes // 2,
+    )
+    return memory, movement
 
 
 def file_bytes(size_bytes: int, layout: str) -> int:
-    """What segments may take of `ssd.size`: all but what the catalogue is expected to take, and garbage."""
+    """Segments of all sizes together: of `ssd.size` all but what the catalogue is expected to take."""
+    if layout == ROCKSDB:
+        return SLOTS_PER_BYTE * size_bytes // PAGE_BYTES * PAGE_BYTES
     catalogue = min(CATALOGUE_BYTES + size_bytes // CATALOGUE_SHARE, size_bytes // 4)
-    return int((size_bytes - catalogue) * PAYLOAD_SHARES[layout]) // PAGE_BYTES * PAGE_BYTES
+    return (size_bytes - catalogue) // PAGE_BYTES * PAGE_BYTES

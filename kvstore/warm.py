@@ -15,11 +15,12 @@ import gc
 import hashlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from kvstore.config import Settings
+from kvstore import machine
+from kvstore.config import Host, Settings
 from kvstore.config.values import format_size
 from kvstore.core.adopt import Adopted, Adoption, SessionFound, record, write_uses
 from kvstore.core.block import NONE, SEALED
@@ -29,16 +30,18 @@ from kvstore.core.store import Store
 from kvstore.errors import ConfigError, StartupError
 from kvstore.instance import describe_process, start_ticks
 from kvstore.logs import logger
-from kvstore.sdnotify import Notifier, passed_descriptors
+from kvstore.mending import Mending
+from kvstore.sdnotify import Notifier
 from kvstore.server import peer
 from kvstore.server.listener import SessionServer
 from kvstore.server.peer import Peer
 from kvstore.tiers import ledger as layout
 from kvstore.tiers.index import Indexes
 from kvstore.tiers.ledger import Ledger
-from kvstore.tiers.ledger_reader import Header, Left, Unusable, read, read_header, rows_name
-from kvstore.tiers.place import DescriptorStore, Directory
-from kvstore.tiers.slab import PREFIX, Place, Slab, SlabSegment, segment_name
+from kvstore.tiers.ledger_reader import Header, Left, Unusable, namespaces_end, read, read_header, rows_name
+from kvstore.tiers.place import DescriptorStore, Directory, Lasting
+from kvstore.tiers.slab import Slab, SlabSegment, segment_name
+from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.errors import KVStoreError
 
 log = logger("kvstored.warm")
@@ -52,9 +55,30 @@ USES_S, USES_ROWS = 1.0, 4096
 """How often last uses are written down, and how many in a turn (4 ms): what a SIGKILL forgets of them."""
 
 
-def place_for(settings: Settings, notifier: Notifier, *, huge_pages: bool) -> Place | None:
+def choose_pages(host: Host, left: Mapping[str, int], *, proc: Path = machine.PROC) -> bool:
+    """Whether the slab is to be made of huge pages. `left`: what systemd has kept. Raises StartupError."""
+    if not host.huge_pages_on:
+        return False
+    if host.persist_path is not None:
+        raise ConfigError(
+            f"host.huge_pages: files of host.persist = {host.persist_path} have no huge pages; set "
+            'host.huge_pages = "off", or host.persist = "fdstore"'
+        )
+    found = [os.fstat(descriptor) for name, descriptor in left.items() if name.startswith(segment_name(0)[:-1])]
+    # Pages of an earlier daemon's are not free, and are this one's: adopted, or given back before others are made.
+    kept_bytes = sum(segment.st_size for segment in found if segment.st_blksize == HUGE_PAGE_BYTES)
+    try:
+        machine.check_huge_pages(max(host.size_bytes - kept_bytes, 0), proc=proc)
+    except StartupError as e:
+        if host.huge_pages == "on":
+            raise
+        log.warning("the slab uses 4 KiB pages", reason=str(e))
+        return False
+    return True
+
+
+def place_for(settings: Settings, notifier: Notifier, left: Mapping[str, int]) -> Lasting | None:
     """Where memory outlives the daemon; None where it does not. Raises StartupError."""
-    left = passed_descriptors(PREFIX)
     host = settings.host
     if host.persist == "fdstore":
         if not notifier.keeps:
@@ -68,18 +92,13 @@ def place_for(settings: Settings, notifier: Notifier, *, huge_pages: bool) -> Pl
         store.remove(name)
     if host.persist_path is None:
         return None
-    if huge_pages:
-        raise ConfigError(
-            f"host.huge_pages: files of host.persist = {host.persist_path} have no huge pages; set "
-            'host.huge_pages = "off", or host.persist = "fdstore"'
-        )
     return Directory(host.persist_path)
 
 
 class Warm:
     """One place, and the ledger in it."""
 
-    def __init__(self, place: Place, size_bytes: int, *, huge_pages: bool) -> None:
+    def __init__(self, place: Lasting, size_bytes: int, *, huge_pages: bool) -> None:
         self.place = place
         self.adopted: Adopted | None = None
         self._size_bytes = size_bytes
@@ -90,6 +109,10 @@ class Warm:
         self._memory: dict[str, int] = {}
         """Descriptors of what was found, by name, until it is adopted."""
         self._left: Left | None = None
+        self._cold = "no daemon before this one has left anything"
+        self._adopted_s = 0.0
+        self._adopted_segments = self._lost_segments = 0
+        self._mending: Mending | None = None
         self._holders: dict[int, Peer] = {}
         """Processes of earlier sessions, by the place where they are written down."""
         self._store: Store | None = None
@@ -116,18 +139,20 @@ class Warm:
                 await self._read()
         except Unusable as e:
             log.warning("what an earlier daemon left in memory is not used", reason=str(e))
-            self._left = None
+            self._left, self._cold = None, str(e)
             self._let_go(set(self._memory) | {LEDGER})
         try:
             if self._left is None:
+                self.place.check_room(self._size_bytes + layout.room_bytes(self._size_bytes))
                 self.ledger = self._ledger(self.place.make(LEDGER, layout.LEDGER_BYTES))
                 self.ledger.begin(self._size_bytes, self._page_bytes, self._pid, self._born, self._world)
             else:
                 self._take_over(self._left)
         except OSError as e:
             raise StartupError(f"host.persist: no memory for the ledger: {e}") from e
-        missing = self._size_bytes - self.found_bytes
-        self.place.check_room(missing)
+        if self._left is not None:
+            # And no more: what is there serves, even if nothing further can be written down.
+            self.place.check_room(self._size_bytes - self.found_bytes)
 
     async def _read(self) -> None:
         if LEDGER not in self._memory:
@@ -135,8 +160,18 @@ class Warm:
         header = read_header(self._memory[LEDGER])
         self._check(header)
         await self._wait_until_gone(header)
+        made_to = namespaces_end(self._memory[LEDGER])
         self.ledger = self._ledger(self._memory.pop(LEDGER))
-        self._left = read(self.ledger, self._memory, header.last_segment)
+        self._left = read(self.ledger, self._memory, header.last_segment, made_to)
+        self._say_lost(self._left)
+
+    def _say_lost(self, left: Left) -> None:
+        self._lost_segments = len(left.lost)
+        if left.lost:
+            log.warning(
+                "memory that an earlier daemon wrote down is not there, or not the same: what was in it is lost",
+                segments=len(left.lost),
+            )
 
     def _ledger(self, descriptor: int) -> Ledger:
         made = Ledger(descriptor)
@@ -205,13 +240,14 @@ class Warm:
             began = time.monotonic()
             try:
                 await asyncio.get_running_loop().run_in_executor(None, self._fill, store, indexes, left)
-            except (KVStoreError, AssertionError) as e:
+            except (KVStoreError, AssertionError, LookupError) as e:
                 self.ledger.numbers[0] = 0
                 raise StartupError(
                     f"what an earlier daemon left in memory contradicts itself ({e}): the next start does without it"
                 ) from e
             sizes = {s.id: s.size_bytes for s in left.found.segments if s.id in store.segments.live}
-            self._say(time.monotonic() - began, len(sizes))
+            self._adopted_s, self._adopted_segments, self._cold = time.monotonic() - began, len(sizes), ""
+            self._say()
         new = {job.segment: job.size_bytes for job in store.take_jobs() if isinstance(job, MakeSegment)}
         memory = {number: self._memory.pop(segment_name(number)) for number in sizes}
         await asyncio.get_running_loop().run_in_executor(None, slab.make_all, {**sizes, **new}, progress, memory)
@@ -221,6 +257,7 @@ class Warm:
             store.segments.made(number)
         record(store, self.ledger)
         self._store, self._left = store, None
+        self._mending = Mending(store, self.ledger)
 
     def _fill(self, store: Store, indexes: Indexes, left: Left) -> None:
         """In a thread, while nobody else has the store: a million blocks take some seconds."""
@@ -235,7 +272,7 @@ class Warm:
                 if segment.id in store.segments.live:
                     rows = left.rows[segment.id]
                     self.ledger.adopted(segment.id, rows, left.slots[segment.id])
-            adoption.blocks(row for row in left.blocks() if row[0] >> 32 in store.segments.live)
+            adoption.blocks(left.blocks())
             adoption.sessions()
             self.adopted = done = adoption.end()
             store.check()
@@ -249,15 +286,15 @@ class Warm:
         for found, session in done.sessions:
             self.ledger.kept(session, found.place)
 
-    def _say(self, seconds: float, segments: int) -> None:
+    def _say(self) -> None:
         assert self.adopted is not None
         log.info(
             "memory of an earlier daemon adopted",
             blocks=self.adopted.blocks,
             dropped=len(self.adopted.refused),
-            segments=segments,
+            segments=self._adopted_segments,
             sessions=len(self.adopted.sessions),
-            seconds=round(seconds, 3),
+            seconds=round(self._adopted_s, 3),
         )
 
     def _forget_descriptors(self) -> None:
@@ -315,10 +352,38 @@ class Warm:
     def step(self) -> bool:
         """One turn of the daemon's loop; True if there is more."""
         self.place.tidy()
-        if self._store is None:
+        if self._store is None or self._mending is None:
             return False
         more = self._offer(self._through) if self._through is not None and self._through.ready else False
+        more = self._mending.step() or more
         return write_uses(self._store, USES_ROWS) or more
+
+    @property
+    def trouble(self) -> str:
+        """Why not all that changes now would be there for the next daemon; "": all would."""
+        return self.place.trouble or self.ledger.trouble
+
+    def degraded(self) -> list[str]:
+        trouble = self.trouble
+        return [f"memory would not outlive the daemon as it should: {trouble}"] if trouble else []
+
+    def stats(self) -> pb.PersistStats:
+        adopted, unwritten = self.adopted or Adopted(), self.ledger.unwritten
+        return pb.PersistStats(
+            kind=self.place.kind,
+            path=str(self.place.path),
+            trouble=self.trouble,
+            unwritten_segments=len(unwritten),
+            unwritten_bytes=sum(size_bytes for size_bytes, _ in unwritten.values()),
+            free_bytes=self.place.free_bytes or 0,
+            cold=self._cold,
+            adopted_blocks=adopted.blocks,
+            refused_blocks=len(adopted.refused),
+            adopted_segments=self._adopted_segments,
+            lost_segments=self._lost_segments,
+            adopted_sessions=len(adopted.sessions),
+            adopted_s=self._adopted_s,
+        )
 
     def _offer(self, movement: Movement) -> bool:
         """Adopted blocks that an SSD written through has not got: a daemon that was killed had not come to them."""

@@ -8,6 +8,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvstore_client import Client
 from tests.conftest import RunningDaemon
 
@@ -26,9 +28,9 @@ def running(**settings: str) -> Iterator[RunningDaemon]:
 
 
 def block(name: object, size_bytes: int) -> bytes:
-    """Bytes that no other name has, the same in every process."""
-    seed = blake2b(repr(name).encode(), digest_size=32).digest()
-    return (seed * (size_bytes // len(seed) + 1))[:size_bytes]
+    """Bytes that no other name has, the same in every process, and that do not shrink by compression."""
+    seed = int.from_bytes(blake2b(repr(name).encode(), digest_size=16).digest(), "little")
+    return np.random.Generator(np.random.PCG64(seed)).bytes(size_bytes)
 
 
 def totals(stats: dict[str, Any]) -> dict[str, int]:

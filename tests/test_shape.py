@@ -64,11 +64,14 @@ IMPURE = ["asyncio", "socket", "time", "threading", "os", "random", "select", "s
 IMPURE += ["secrets", "mmap", "fcntl", "concurrent", "multiprocessing", "pathlib", "tempfile"]
 """I/O, clocks, threads, chance: in the core these come in as arguments."""
 
+ABOVE = ("kvstore.server", "kvstore.daemon", "kvstore.cli", "kvstore_client")
+
 DIRECTIONS = {
-    "kvstore/core": ("kvstore.tiers", "kvstore.server", "kvstore.daemon", "kvstore.cli", "kvstore_client", *IMPURE),
-    "kvstore/tiers": ("kvstore.server", "kvstore.daemon", "kvstore.cli", "kvstore_client"),
-    "kvstore/server": ("kvstore.tiers", "kvstore.daemon", "kvstore.cli", "kvstore_client"),
-    "kvstore/cli": ("kvstore.core", "kvstore.tiers", "kvstore.server"),
+    "kvstore/core": ("kvstore.tiers", "kvstore.moving", *ABOVE, *IMPURE),
+    "kvstore/tiers": ("kvstore.moving", *ABOVE),
+    "kvstore/moving": ABOVE,
+    "kvstore/server": ("kvstore.tiers", "kvstore.moving", "kvstore.daemon", "kvstore.cli", "kvstore_client"),
+    "kvstore/cli": ("kvstore.core", "kvstore.tiers", "kvstore.moving", "kvstore.server"),
     "client/kvstore_client": ("kvstore",),
     "protos/kvstored": ("kvstore", "kvstore_client"),
 }

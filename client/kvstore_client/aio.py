@@ -298,8 +298,8 @@ class Namespace:
         return Pending(get)
 
     async def remove(self, keys: Sequence[bytes]) -> int:
-        """Drops these blocks, wherever in their chain; answers how many were there. Raises Unavailable."""
-        return await self._threads.run(lambda: self._ns.remove(keys))
+        """Drops these blocks, wherever in their chain, for good; answers how many were there. Raises Unavailable."""
+        return await self._threads.run(lambda: self._ns.remove(keys), patient=True)
 
     async def pin(self, keys: Sequence[bytes], ttl_s: float) -> int:
         """Keeps present blocks from eviction for `ttl_s`; answers how many. Raises Unavailable."""
@@ -310,8 +310,8 @@ class Namespace:
         return await self._threads.run(lambda: self._ns.unpin(keys))
 
     async def clear(self) -> int:
-        """Drops every block of this namespace; answers how many. Raises Unavailable."""
-        return await self._threads.run(self._ns.clear)
+        """Drops every block of this namespace, for good; answers how many. Raises Unavailable."""
+        return await self._threads.run(self._ns.clear, patient=True)
 
 
 class Lease:

@@ -6,7 +6,8 @@ the process says what it still uses of them. The client itself can wait for that
 than one call; a finalizer cannot at all. So its thread does, after it:
 
     alive   says that it leaves, as soon as no view uses it any more
-    dead    attaches again in its place, then as above; tries for FAREWELL_S
+    dead    attaches again in its place, then as above; tries for FAREWELL_S, and for as long as nobody listens:
+            where memory outlives the daemon the next one keeps what was held, whenever it comes
 
 A view may outlive its client by any time, and so may the thread, which then looks once a
 second and nothing else.
@@ -23,7 +24,8 @@ from kvstored.v1.errors import KVStoreError
 log = logging.getLogger("kvstore_client")
 
 FAREWELL_S = 600.0
-"""For so long after it has died; then what it held stays out of use until this process ends."""
+"""For so long while somebody listens who does not answer; then what it held stays out of use until this process
+ends."""
 
 LOOK_S = 1.0
 AGAIN_FIRST_S, AGAIN_MAX_S = 0.05, 10.0
@@ -34,7 +36,7 @@ Arguments = tuple[str, str, str, float, bool]
 
 
 def see_off(session: Session, arguments: Arguments) -> None:
-    """Returns when the session is over and the daemon knows it, or after FAREWELL_S without an answer."""
+    """Returns when the session is over and the daemon knows it, or after FAREWELL_S without its answer."""
     pause = threading.Event()
     again_s, give_up_at = AGAIN_FIRST_S, 0.0
     while not session.settled:
@@ -44,32 +46,35 @@ def see_off(session: Session, arguments: Arguments) -> None:
             if not session.settled:
                 pause.wait(LOOK_S)
             continue
-        give_up_at = give_up_at or time.monotonic() + FAREWELL_S
-        session = _heir(session, arguments)
+        session, away = _heir(session, arguments)
+        give_up_at = 0.0 if away else give_up_at or time.monotonic() + FAREWELL_S
         if session.dead and not session.settled:
-            if time.monotonic() >= give_up_at:
+            if give_up_at and time.monotonic() >= give_up_at:
                 log.warning("no answer from unix://%s: what a closed client held stays out of use", arguments[0])
                 return
             pause.wait(again_s)
             again_s = min(again_s * 2, AGAIN_MAX_S)
 
 
-def _heir(session: Session, arguments: Arguments) -> Session:
-    """A new session in the place of a dead one; where none is to be had, who has what that held."""
+def _heir(session: Session, arguments: Arguments) -> tuple[Session, bool]:
+    """A new session in the place of a dead one; where none is to be had, who has what that held.
+
+    And whether that is since nobody listens.
+    """
     until = time.monotonic() + arguments[3]
     try:
         unmap_unused(session)
         heir = Session(*arguments)
     except KVStoreError as e:
         log.debug("a closed client cannot attach again to say so: %s", e)
-        return session
+        return session, isinstance(e.__cause__, FileNotFoundError | ConnectionRefusedError)
     try:
         heir.open(session, until)
     except KVStoreError as e:
         log.debug("a closed client did not get to say so: %s", e)
         heir.die(str(e))
-        return heir if heir.hello.nonce else session
-    return heir
+        return (heir if heir.hello.nonce else session), False
+    return heir, False
 
 
 def unmap_unused(session: Session) -> None:

@@ -27,6 +27,9 @@ log = logging.getLogger("kvstore_client")
 
 KEEPER_S = 1.0
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.05, 1.0
+AWAY_S = 0.1
+"""At most, while nobody listens: to be refused takes some 50 us of this process and nothing of the daemon, which is
+back within a second and should not be waited for for another."""
 
 LAST_SESSION_S = 30.0
 """How much longer than two calls a keeper's thread waits for the session that its closed client leaves to it."""
@@ -52,6 +55,8 @@ class Keeper:
         """Why there is no session, when there is none."""
         self.closed = False
         self._failures = 0
+        self._away = False
+        """Nobody listened when it last tried."""
         self._before: Session | None = None
         self._last: queue.SimpleQueue[Session | None] = queue.SimpleQueue()
         """To the thread: the session that the client leaves behind. Its `put` is safe in finalizers."""
@@ -132,6 +137,7 @@ class Keeper:
         except KVStoreError as e:
             self.down = str(e)
             self._failures += 1
+            self._away = isinstance(e.__cause__, FileNotFoundError | ConnectionRefusedError)
             raise
         return session
 
@@ -235,6 +241,7 @@ class Keeper:
         if session is not None and not session.dead:
             session.leave(wait=False)
         self._last.put(session)
+        self._wake.set()
 
     def _tick(self) -> float:
         """One turn of the keeper; seconds until the next."""
@@ -267,7 +274,8 @@ class Keeper:
             log.debug("reconnecting: %s", e)
         else:
             return KEEPER_S
-        pause, self._backoff_s = self._backoff_s, min(self._backoff_s * 2, BACKOFF_MAX_S)
+        pause = min(self._backoff_s, AWAY_S if self._away else BACKOFF_MAX_S)
+        self._backoff_s = min(self._backoff_s * 2, BACKOFF_MAX_S)
         self._retry_at = time.monotonic() + pause
         return pause
 

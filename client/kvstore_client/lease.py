@@ -32,9 +32,13 @@ class Hold:
 class Lease:
     """Leading blocks, held in memory and readable in place until released."""
 
-    def __init__(self, make_views: Callable[[], list[memoryview]], count: int, tier: int = HOST) -> None:
-        """`make_views()` makes one view a block; each keeps the hold alive. `tier`: the slowest they came from."""
+    def __init__(self, make_views: Callable[[], list[memoryview]], count: int, tier: int = HOST, busy: int = 0) -> None:
+        """`make_views()` makes one view a block; each keeps the hold alive. `tier`: the slowest they came from.
+
+        `busy`: blocks behind them that are there, and had no turn or no room in time.
+        """
         self.tier = tier
+        self.busy = busy
         self._make_views: Callable[[], list[memoryview]] | None = make_views
         self._views: list[memoryview] | None = None
         self._count = count
@@ -45,7 +49,10 @@ class Lease:
 
     @property
     def views(self) -> list[memoryview]:
-        """One read-only memoryview a block, without a copy. They stay valid while they live."""
+        """One read-only memoryview a block, without a copy. They stay valid while they live.
+
+        Also where the daemon has gone since: what it held for this process stays as it was.
+        """
         if self._views is None:
             if self._make_views is None:
                 raise FailedPrecondition("the lease was released")
@@ -69,7 +76,10 @@ class Lease:
             return torch.frombuffer(self.views[i], dtype=dtype or torch.uint8)
 
     def release(self) -> None:
-        """Lets go. What was made from the views keeps its block until it is gone itself."""
+        """Lets go. What was made from the views keeps its block until it is gone itself.
+
+        Never raises: a daemon that is away hears of it when this process attaches again, or ends.
+        """
         self._make_views = None
         self._views = None
 
@@ -112,7 +122,9 @@ class Slots:
         """Makes slot i visible as keys[start + i]; `keys` is the chain from its root, so that parents are known.
 
         All writing must be done: arrays made from the views must not be written to from
-        here on. Slots without a key are given back.
+        here on. Slots without a key are given back. Raises Unavailable where the daemon is away: what
+        was written is lost then; FailedPrecondition where another one has come meanwhile that took
+        the memory over; ResourceExhausted.
         """
         began = perf_counter()
         count = checked_count(checked_keys(keys), start)

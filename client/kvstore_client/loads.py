@@ -4,7 +4,9 @@ A part is at most PART_BYTES and a small share of the tenant's memory, for it is
 copied; the next one is asked for before the last is copied. The daemon is asked again and again,
 TURN_MS at a time: a call has the session's lock, and nobody else's put may wait for a disk.
 
-What does not come in time, or not at all, is a miss. A session that ends raises Unavailable.
+What does not come in time, or not at all, is a miss. Where the daemon has so much to bring that
+this has no turn, it is asked again, within the deadline; what has not come then is counted
+apart (`busy`). A session that ends raises Unavailable.
 """
 
 import logging
@@ -32,6 +34,9 @@ TURN_MS = 10
 PAUSE_S = 0.001
 """Between two questions: whoever waits for the lock has it then."""
 
+BUSY_S, BUSY_S_MAX = 0.005, 0.1
+"""Before a daemon that was too busy is asked again; twice as long each time."""
+
 ANSWER_SHARE = 0.25
 """Of the client's time-out: a daemon has at least that long to answer, also when the deadline is near. One that does
 not costs the session."""
@@ -57,7 +62,9 @@ class Part:
         self.loaded = 0
         """How many had to be brought."""
         self.refused = False
-        """It was more than may be held, or too much at once: a smaller part may do."""
+        """It was more than may be held: a smaller part may do."""
+        self.busy = False
+        """Not all came since too much was being loaded, or held, by all together."""
         self._session = session
         self._until = until
         self._ticket = 0
@@ -99,7 +106,7 @@ class Part:
             log.debug("blocks that are not in memory count as missing: %s", e)
             self._ticket, self.refused = 0, isinstance(e, ResourceExhausted)
             return
-        self._ticket = reply.load.ticket
+        self._ticket, self.busy = reply.load.ticket, reply.load.busy
         if not self._ticket:
             self.slots, self.hold, self.loaded = list(reply.load.slots), hold, reply.load.loaded
             if reply.load.why:
@@ -134,6 +141,8 @@ class Loads:
         self._part_keys = max(1, min(share_bytes // opened.slot_bytes, KEYS_MAX))
         self.tier = HOST
         """The slowest that a block came from."""
+        self.busy = False
+        """What did not come is there, and had no turn, or no room that may be held."""
         self._next: Part | None = None
         self._next_at = -1
 
@@ -146,7 +155,8 @@ class Loads:
         if ahead is not None and self._next_at != at:
             ahead.close()
             ahead = None
-        part = ahead or self._begin(at)
+        part, pause_s = ahead or self._begin(at), BUSY_S
+        self.busy = False
         while part is not None:
             if self._came(part):
                 if part.loaded:
@@ -155,9 +165,14 @@ class Loads:
                     self._next, self._next_at = self._begin(at + part.asked), at + part.asked
                 return part
             part.close()
-            if not part.refused or part.asked == 1:
+            self.busy = part.busy or part.refused
+            if part.busy and time.monotonic() + pause_s < self._until:
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, BUSY_S_MAX)
+            elif part.refused and part.asked > 1:
+                self._part_keys = max(1, part.asked // 4)
+            else:
                 return None
-            self._part_keys = max(1, part.asked // 4)
             part = self._begin(at)
         return None
 

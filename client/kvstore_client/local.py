@@ -7,6 +7,7 @@ Sessions come and go (keeper.py); each call captures one and uses only that.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from kvstore_client import stats
 from kvstore_client.buffers import Bytes
 from kvstore_client.lease import Slots
 from kvstore_client.local_reads import LocalReads, held_views, slot_view
+from kvstore_client.removals import Removals
 from kvstore_client.results import Health, Hint, PutResult
 from kvstore_client.session import Session
 from kvstore_client.tickets import Saving
@@ -52,6 +54,11 @@ OPERATIONS = {
 class LocalTransport(LocalReads):
     """The daemon of this machine, through whatever session there is: what is read, and all the rest."""
 
+    def __init__(self, path: str, client: str, tenant: str, timeout_s: float, read_only: bool) -> None:
+        """As LocalReads."""
+        super().__init__(path, client, tenant, timeout_s, read_only)
+        self._removals = Removals()
+
     def open(self, ns: Identity) -> None:
         """Opens a namespace ahead of use, if the daemon is there."""
         self._keeper.known[ns.digest] = ns
@@ -76,7 +83,8 @@ class LocalTransport(LocalReads):
         except Unavailable as e:
             self._keeper.wake()
             return PutResult(0, 0, len(blocks), e)
-        saving = Saving(session, len(blocks) * ns.block_bytes) if durable else None
+        saving = Saving(session, len(blocks) * ns.block_bytes, opened.slot_bytes) if durable else None
+        at_once = COMMIT_BLOCKS if saving is None else min(COMMIT_BLOCKS, saving.portion)
         existing = len(blocks) - len(todo)
         if existing:
             if not todo and session.hung_up():  # what was found is the index of a daemon that is gone
@@ -93,12 +101,12 @@ class LocalTransport(LocalReads):
             self._keeper.wake()
             return PutResult(0, 0, len(blocks), e)
         while todo and error is None:
-            part, todo = todo[:COMMIT_BLOCKS], todo[COMMIT_BLOCKS:]
+            part, todo = todo[:at_once], todo[at_once:]
             replies, error, left = self._put_part(session, ns, opened, keys, start, blocks, part, hint, durable)
             results = [result for reply in replies for result in reply.results]
             stored, existing, todo = stored + results.count(pb.STORED), existing + results.count(pb.EXISTS), left + todo
             if saving is not None:
-                saving.answered(replies)
+                saving.answered(replies, len(part))
         if isinstance(error, Unavailable):
             existing = 0
         rejected = len(blocks) - stored - existing
@@ -194,14 +202,14 @@ class LocalTransport(LocalReads):
         def commit(keys: Sequence[bytes], start: int, hint: Hint | None, durable: bool) -> PutResult:
             part = list(range(start, len(keys)))
             results: list[int] = []
-            saving = Saving(session, len(part) * ns.block_bytes) if durable else None
+            saving = Saving(session, len(part) * ns.block_bytes, opened.slot_bytes) if durable else None
             for at in range(0, len(part), COMMIT_BLOCKS):
                 some = part[at : at + COMMIT_BLOCKS]
                 mine = slots[at : at + len(some)]
                 request = commit_request(opened.namespace_id, keys, some, mine, hint, durable, 0)
                 replies = session.commit([(request, mine)], ns.block_bytes, reuse=False)
                 if saving is not None:
-                    saving.answered(replies)
+                    saving.answered(replies, len(some))
                 results += [result for reply in replies for result in reply.results]
                 for own, result in zip(uncommitted[at:], results[at:], strict=False):
                     if result == pb.STORED:
@@ -215,7 +223,16 @@ class LocalTransport(LocalReads):
     # -- management
 
     def remove(self, ns: Identity, keys: Sequence[bytes]) -> int:
-        return self._each(ns, keys, lambda n, part: pb.Request(remove=pb.RemoveRequest(namespace_id=n, keys=part)))
+        def call(session: Session, part: Sequence[bytes]) -> tuple[Session, pb.RemoveReply]:
+            number = self._opened(session, ns).namespace_id
+            request = pb.RemoveRequest(namespace_id=number, keys=part, ticket=True)
+            return session, session.call(pb.Request(remove=request)).remove
+
+        parts = [keys[at : at + KEYS_MAX] for at in range(0, len(keys), KEYS_MAX)]
+        answers = [self._need(partial(call, part=part)) for part in parts]
+        for session, reply in answers:
+            self._removals.wait(session, reply)
+        return sum(reply.removed for _, reply in answers)
 
     def pin(self, ns: Identity, keys: Sequence[bytes], ttl_s: float) -> int:
         return self._each(
@@ -235,7 +252,7 @@ class LocalTransport(LocalReads):
                 return session.call(request(self._opened(session, ns).namespace_id, part))
 
             reply = self._need(call)
-            done += reply.remove.removed + reply.pin.pinned + reply.unpin.unpinned
+            done += reply.pin.pinned + reply.unpin.unpinned
         return done
 
     def clear(self, ns: Identity) -> int:
@@ -243,7 +260,9 @@ class LocalTransport(LocalReads):
             number = session.call(pb.Request(open_namespace=ns.opening())).open_namespace.namespace_id
             return session.call(pb.Request(clear=pb.ClearRequest(namespace_id=number)), CLEAR_S)
 
-        return self._keeper.alone(call).clear.removed
+        reply = self._keeper.alone(call).clear
+        self._removals.said(reply.not_on_disk_yet)
+        return reply.removed
 
     def administer(self, name: str, request: Any, timeout_s: float) -> Any:
         """A call of the administration, by its name in the contract; on a session of its own, and never twice."""

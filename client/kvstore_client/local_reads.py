@@ -20,7 +20,7 @@ from kvstore_client.keeper import Keeper
 from kvstore_client.lease import Hold, Lease
 from kvstore_client.loads import BYTES_PER_S, DEADLINE_MS_MAX, PART_SHARE, Loads, answer_s
 from kvstore_client.reads import HOST
-from kvstore_client.results import TIER_NAMES, Match
+from kvstore_client.results import TIER_NAMES, Copied, Match
 from kvstore_client.session import Session
 from kvstore_client.tickets import STATES, Ticket, of_session
 from kvstore_client.transport import Identity
@@ -93,23 +93,23 @@ class LocalReads:
                 break
         return Match(len(tiers), tiers)
 
-    def get_into(self, ns: Identity, keys: Sequence[bytes], start: int, out: list[Bytes]) -> tuple[int, int]:
-        session, tier = self._now(), HOST
+    def get_into(self, ns: Identity, keys: Sequence[bytes], start: int, out: list[Bytes]) -> Copied:
+        session, tier, busy = self._now(), HOST, 0
         if session is None:
-            return 0, HOST
+            return Copied(0, HOST)
         try:
             if not self._shared_reads:
                 return self._get_by_lease(session, ns, keys, start, out)
             copied = self._read(session, ns, keys, start, out)
             if copied < len(out) and not session.dead:
-                more, tier = self._read_below(session, ns, keys, start + copied, out[copied:])
+                more, tier, busy = self._read_below(session, ns, keys, start + copied, out[copied:])
                 copied += more
         except Unavailable:
             self._keeper.wake()
-            return 0, HOST
+            return Copied(0, HOST)
         if copied:
             session.reads.used(keys[: start + copied])
-        return copied, tier
+        return Copied(copied, tier, busy)
 
     def _read(self, session: Session, ns: Identity, keys: Sequence[bytes], start: int, out: list[Bytes]) -> int:
         copied = self._copy_out(session, self._index(session), ns, keys, start, out)
@@ -119,11 +119,11 @@ class LocalReads:
 
     def _read_below(
         self, session: Session, ns: Identity, keys: Sequence[bytes], start: int, out: list[Bytes]
-    ) -> tuple[int, int]:
+    ) -> Copied:
         """From where `_read` ended: what is not in memory is brought there, and what lies behind is read on."""
         if not self._is_below(session, ns, keys[start]):
-            return 0, HOST
-        opened, copied, tier = self._opened(session, ns), 0, HOST
+            return Copied(0, HOST)
+        opened, copied, tier, busy = self._opened(session, ns), 0, HOST, 0
         try:
             until = time.monotonic() + session.timeout_s + len(out) * ns.block_bytes / BYTES_PER_S
             with self._loads(session, ns, keys, until, session.timeout_s) as loads:
@@ -142,10 +142,12 @@ class LocalReads:
                     copied += len(part.slots)
                     part.close()
                     tier = loads.tier
+                if loads.busy:
+                    busy = len(self._in_memory(session, ns, keys[start + copied : start + len(out)]))
         except Unavailable as e:
             log.debug("blocks that are not in memory count as missing: %s", e)
             self._keeper.wake()
-        return copied, tier
+        return Copied(copied, tier, busy)
 
     def _loads(self, session: Session, ns: Identity, keys: Sequence[bytes], until: float, part_s: float) -> Loads:
         opened = self._opened(session, ns)
@@ -197,9 +199,9 @@ class LocalReads:
 
     def _get_by_lease(
         self, session: Session, ns: Identity, keys: Sequence[bytes], start: int, out: list[Bytes]
-    ) -> tuple[int, int]:
+    ) -> Copied:
         """Where shared memory alone cannot be trusted: hold, copy, let go."""
-        copied, tier = 0, HOST
+        copied, tier, busy = 0, HOST, 0
         share = session.hello.tenant_bytes // PART_SHARE // self._opened(session, ns).slot_bytes
         blocks = max(1, min(LEASE_BLOCKS, share))
         while copied < len(out):
@@ -210,8 +212,9 @@ class LocalReads:
                     copied += 1
                 tier = max(tier, lease.tier)
                 if not len(lease):
+                    busy = lease.busy and len(self._in_memory(session, ns, keys[at : start + len(out)]))
                     break
-        return copied, tier
+        return Copied(copied, tier, busy)
 
     def _index(self, session: Session) -> IndexReader:
         index = session.index
@@ -235,9 +238,11 @@ class LocalReads:
         until = time.monotonic() + timeout_s
         opened = self._opened(session, ns)
         held = [self._hold(session, opened, keys, timeout_s)]
-        slots, tier = list(held[0][0]), HOST
+        slots, tier, busy = list(held[0][0]), HOST, 0
         if len(slots) < len(keys):
-            tier = self._hold_below(session, ns, keys, slots, held, until)
+            tier, busy = self._hold_below(session, ns, keys, slots, held, until)
+        # Now, not with the first view: what is held stays readable, and a daemon that is gone gives no descriptors.
+        session.attach({slot >> 32 for slot in slots}, answer_s(session, until))
 
         def views() -> list[memoryview]:
             return [
@@ -246,7 +251,7 @@ class LocalReads:
                 for view in held_views(session, some, opened.slot_bytes, ns.block_bytes, hold, writable=False)
             ]
 
-        return Lease(views, len(slots), tier)
+        return Lease(views, len(slots), tier, busy)
 
     @staticmethod
     def _hold(session: Session, opened: pb.OpenNamespaceReply, keys: Sequence[bytes], timeout_s: float) -> Held:
@@ -264,9 +269,12 @@ class LocalReads:
         slots: list[int],
         held: list[Held],
         until: float,
-    ) -> int:
-        """Adds to what is held: what is brought into memory, and what was there behind it. Answers the slowest tier."""
-        opened, tier = self._opened(session, ns), HOST
+    ) -> tuple[int, int]:
+        """Adds to what is held: what is brought into memory, and what was there behind it.
+
+        Answers the slowest tier, and how many blocks behind are there and had no turn or room in time.
+        """
+        opened, tier, busy = self._opened(session, ns), HOST, 0
         try:
             with self._loads(session, ns, keys, until, inf) as loads:
                 while len(slots) < len(keys):
@@ -281,9 +289,11 @@ class LocalReads:
                     if not held[-1][0]:
                         break
                     slots += held[-1][0]
+                if loads.busy:
+                    busy = len(self._in_memory(session, ns, keys[len(slots) :]))
         except (Unavailable, ResourceExhausted) as e:
             log.debug("blocks from %d on are not held: %s", len(slots), e)
-        return tier
+        return tier, busy
 
     def may_wait(self, ns: Identity, keys: Sequence[bytes]) -> bool:
         session = self._now()
@@ -322,7 +332,7 @@ class LocalReads:
         until = time.monotonic() + deadline_s
         begun = session.call(request).prefetch
         if begun.state != pb.TICKET_RUNNING:
-            return Ticket(STATES[begun.state], begun.blocks)
+            return Ticket(STATES[begun.state], begun.blocks, begun.why)
         ticket = of_session(session, begun.ticket, until)
         ticket.blocks = begun.blocks
         return ticket

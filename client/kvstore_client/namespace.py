@@ -47,10 +47,10 @@ class Namespace:
         """32 bytes that name this namespace on every machine and in every key."""
         return self._identity.digest
 
-    def _done(self, operation: int, found: int, asked: int, began: float, tier: int = HOST) -> None:
+    def _done(self, operation: int, found: int, asked: int, began: float, tier: int = HOST, busy: int = 0) -> None:
         """For the daemon's figures. A call that names no block is none; one that raised is noted by who catches it."""
         if asked:
-            self._transport.reads.done(operation, self._identity.digest, found, asked, began, tier)
+            self._transport.reads.done(operation, self._identity.digest, found, asked, began, tier, busy)
 
     # -- keys
 
@@ -92,7 +92,8 @@ class Namespace:
 
         Answers how many were copied; what lies behind them in `out` is undefined. Blocks that
         are not in memory are waited for: as long as more of them come within the client's
-        `timeout_s`. What does not is a miss.
+        `timeout_s`. What does not is a miss; so it is where the daemon is too busy all that time to
+        bring them, but its figures count those apart.
         """
         began = perf_counter()
         keys = checked_keys(keys)
@@ -101,8 +102,8 @@ class Namespace:
             return 0
         blocks = buffers.as_blocks(out, count, self.block_bytes, "out")
         buffers.require_writable(blocks, "out")
-        copied, tier = self._transport.get_into(self._identity, keys, start, blocks)
-        self._done(GET, copied, count, began, tier)
+        copied, tier, busy = self._transport.get_into(self._identity, keys, start, blocks)
+        self._done(GET, copied, count, began, tier, busy)
         return copied
 
     def get(self, keys: Sequence[bytes]) -> list[bytes]:
@@ -110,17 +111,17 @@ class Namespace:
         began = perf_counter()
         keys = checked_keys(keys)
         found: list[bytes] = []
-        slowest = HOST
+        slowest, busy = HOST, 0
         at_once = max(GET_BYTES // self.block_bytes, 1)
         while len(found) < len(keys):
             part = keys[: len(found) + at_once]
             out = np.empty((len(part) - len(found), self.block_bytes), np.uint8)
-            copied, tier = self._transport.get_into(self._identity, part, len(found), list(out))
+            copied, tier, busy = self._transport.get_into(self._identity, part, len(found), list(out))
             slowest = max(slowest, tier)
             found += [block.tobytes() for block in out[:copied]]
             if copied < len(out):
                 break
-        self._done(GET, len(found), len(keys), began, slowest)
+        self._done(GET, len(found), len(keys), began, slowest, busy)
         return found
 
     def acquire(self, keys: Sequence[bytes], timeout_s: float = 1.0) -> Lease:
@@ -136,7 +137,7 @@ class Namespace:
         if not 0 < timeout_s < float("inf"):
             raise InvalidArgument(f"timeout_s={timeout_s!r} is not a number of seconds above 0")
         lease = self._transport.acquire(self._identity, keys, timeout_s)
-        self._done(ACQUIRE, len(lease), len(keys), began, lease.tier)
+        self._done(ACQUIRE, len(lease), len(keys), began, lease.tier, lease.busy)
         return lease
 
     def may_wait(self, keys: Sequence[bytes], start: int = 0) -> bool:
@@ -147,7 +148,10 @@ class Namespace:
         """Begins to bring the leading run, of at most 4,096 blocks, into memory ahead of use; never waits for it.
 
         Where all of it is there already, the ticket is done at once. Prefetches of higher
-        `priority` (-8 to 8) go first. Nothing is held: a later `get_into` may find less.
+        `priority` (-8 to 8) go first. Nothing is held: a later `get_into` may find less. A prefetch
+        larger than may be brought ahead (half of the memory, less what was prefetched and not used
+        yet) is done with its leading run: `blocks` says how much that is, and `why` that the rest was
+        not tried. Where that is nothing, it has failed.
         """
         if not 0 < deadline_s <= DEADLINE_S_MAX:
             raise InvalidArgument(f"deadline_s={deadline_s!r} is not a number of seconds above 0, at most 600")
@@ -198,7 +202,12 @@ class Namespace:
     # -- management
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        """Drops these blocks, wherever in their chain; answers how many were there. Raises Unavailable."""
+        """Drops these blocks, wherever in their chain and in whichever tier; answers how many were there.
+
+        They are gone for every reader at once, and stay gone whatever becomes of the daemon: it answers when
+        no start of it finds them again. Where its disks let it not see to that within some 2 s, the log says
+        so, once a client. Raises Unavailable.
+        """
         return self._transport.remove(self._identity, checked_keys(keys))
 
     def pin(self, keys: Sequence[bytes], ttl_s: float) -> int:
@@ -210,5 +219,5 @@ class Namespace:
         return self._transport.unpin(self._identity, checked_keys(keys))
 
     def clear(self) -> int:
-        """Drops every block of this namespace; answers how many. Raises Unavailable."""
+        """Drops every block of this namespace; answers how many. They stay gone (see `remove`). Raises Unavailable."""
         return self._transport.clear(self._identity)

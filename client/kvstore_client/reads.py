@@ -43,10 +43,10 @@ HOST, SSD = int(pb.TIER_HOST), int(pb.TIER_SSD)
 class Sum:
     """One operation on one tier in one namespace since it was last told."""
 
-    __slots__ = ("calls_hit", "found", "latencies", "missed", "seconds")
+    __slots__ = ("busy", "calls_hit", "found", "latencies", "missed", "seconds")
 
     def __init__(self) -> None:
-        self.calls_hit = self.found = self.missed = 0
+        self.calls_hit = self.found = self.missed = self.busy = 0
         self.seconds = 0.0
         self.latencies = [0] * BUCKETS
 
@@ -59,6 +59,7 @@ class Sum:
             calls_hit=self.calls_hit,
             hits=self.found,
             misses=self.missed,
+            busy=self.busy,
             seconds=self.seconds,
             latencies=self.latencies,
             tier=tier,  # type: ignore[arg-type]
@@ -72,7 +73,7 @@ class Reads:
         """Told at most once in `every_s`, unless somebody insists."""
         self._every_s = every_s
         self._chains: deque[tuple[tuple[bytes, ...], str]] = deque(maxlen=CHAINS_MAX)
-        self._notes: deque[tuple[int, bytes, int, int, int, float]] = deque()
+        self._notes: deque[tuple[int, bytes, int, int, int, float, int]] = deque()
         self._sums: dict[tuple[bytes, int, int], Sum] = {}
         self._adding = threading.RLock()
         self._told_at = 0.0
@@ -81,13 +82,16 @@ class Reads:
         """These blocks were read, or found to exist by who would have stored them."""
         self._chains.append((tuple(keys), conversation))
 
-    def done(self, operation: int, digest: bytes, found: int, asked: int, began: float, tier: int = HOST) -> None:
+    def done(
+        self, operation: int, digest: bytes, found: int, asked: int, began: float, tier: int = HOST, busy: int = 0
+    ) -> None:
         """A call that began at `began` (of time.perf_counter) found `found` of `asked` blocks of that namespace.
 
-        `tier`: the slowest that one of them came from. Costs half a microsecond, and as much when it is added up.
+        `tier`: the slowest that one of them came from. `busy`: of those not found, how many are there and were
+        not brought, as too much was asked for or held. Costs half a microsecond, and as much when it is added up.
         """
         notes = self._notes
-        notes.append((operation, digest, tier, found, asked, time.perf_counter() - began))
+        notes.append((operation, digest, tier, found, asked, time.perf_counter() - began, busy))
         if len(notes) > NOTES_MAX:
             self._add_up()
 
@@ -154,13 +158,14 @@ class Reads:
             return
         try:
             for _ in range(len(self._notes)):
-                operation, digest, tier, found, asked, seconds = self._notes.popleft()
+                operation, digest, tier, found, asked, seconds, busy = self._notes.popleft()
                 total = self._sums.get((digest, operation, tier))
                 if total is None:
                     total = self._sums[digest, operation, tier] = Sum()
                 total.calls_hit += found > 0
                 total.found += found
-                total.missed += asked - found
+                total.missed += asked - found - busy
+                total.busy += busy
                 total.seconds += seconds
                 total.latencies[bucket(seconds)] += 1
             yield True

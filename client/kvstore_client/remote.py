@@ -12,7 +12,7 @@ whatever call comes then.
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,7 +23,8 @@ from kvstore_client.buffers import Bytes
 from kvstore_client.channel import Channel, Trust
 from kvstore_client.lease import Lease, Slots
 from kvstore_client.reads import HOST, Reads
-from kvstore_client.results import TIER_NAMES, Health, Hint, Match, PutResult
+from kvstore_client.removals import LASTING_S, Removals
+from kvstore_client.results import TIER_NAMES, Copied, Health, Hint, Match, PutResult
 from kvstore_client.tickets import STATES, Ticket, not_durable
 from kvstore_client.transport import Identity
 from kvstored.v1 import KEYS_MAX, chunks
@@ -63,6 +64,7 @@ TOUCH_TIMEOUT_S = 0.5
 T = TypeVar("T")
 
 TIERS = tuple(str(tier) for tier in TIER_NAMES)
+BUSY_DIGITS_MAX = 9
 """As metadata spell them."""
 
 Take = Callable[[int, int, memoryview], None]
@@ -90,6 +92,7 @@ class GrpcTransport:
         self._epoch = ""
         """The life of the daemon that answered last."""
         self.reads = Reads(TOUCH_EVERY_S)
+        self._removals = Removals()
         self._channel = Channel(scheme, rest, client, tenant, trust)
         try:
             self._call("Health", pb.HealthRequest())
@@ -156,7 +159,7 @@ class GrpcTransport:
             log.debug("blocks from %d on count as missing: %s", len(tiers), e)
         return Match(len(tiers), tiers)
 
-    def get_into(self, ns: Identity, keys: Sequence[bytes], start: int, out: list[Bytes]) -> tuple[int, int]:
+    def get_into(self, ns: Identity, keys: Sequence[bytes], start: int, out: list[Bytes]) -> Copied:
         def take(i: int, at: int, piece: memoryview) -> None:
             out[i][at : at + len(piece)] = np.frombuffer(piece, np.uint8)
 
@@ -174,39 +177,37 @@ class GrpcTransport:
 
         self._tell()
         keys = keys[:KEYS_MAX]
-        held, tier = self._fetch(ns, keys, take, time.monotonic() + timeout_s)
-        return Lease(lambda: [block.data.toreadonly() for block in blocks[:held]], held, tier)
+        held, tier, busy = self._fetch(ns, keys, take, time.monotonic() + timeout_s)
+        return Lease(lambda: [block.data.toreadonly() for block in blocks[:held]], held, tier, busy)
 
-    def _fetch(self, ns: Identity, keys: Sequence[bytes], take: Take, until: float) -> tuple[int, int]:
+    def _fetch(self, ns: Identity, keys: Sequence[bytes], take: Take, until: float) -> Copied:
         """`take(i, at, piece)` for the bytes of leading blocks; answers how many blocks came whole and right.
 
-        And the slowest tier that one came from. Of the one behind them some may have been taken.
-        All in the calling thread: nothing is taken once this has returned.
+        Of the one behind them some may have been taken. All in the calling thread: nothing is
+        taken once this has returned.
         """
-        part_keys, done, tier = _part_keys(ns.block_bytes), 0, HOST
+        part_keys, done, tier, busy = _part_keys(ns.block_bytes), 0, HOST, 0
         try:
             for at in range(0, len(keys), part_keys):
                 part = keys[at : at + part_keys]
 
-                def call(opened: Opened, at: int = at, part: Sequence[bytes] = part) -> tuple[int, int]:
+                def call(opened: Opened, at: int = at, part: Sequence[bytes] = part) -> Copied:
                     return self._fetch_part(opened, ns, part, lambda i, *what: take(at + i, *what), until)
 
-                got, slowest = self._in(ns, call)
+                got, slowest, busy = self._in(ns, call)
                 done, tier = done + got, max(tier, slowest)
                 if got < len(part):
                     break
         except (Unavailable, DeadlineExceeded, ResourceExhausted) as e:
             log.debug("blocks from %d on count as missing: %s", done, e)
-        return done, tier
+        return Copied(done, tier, busy)
 
-    def _fetch_part(
-        self, opened: Opened, ns: Identity, keys: Sequence[bytes], take: Take, until: float
-    ) -> tuple[int, int]:
-        channel, done, tier = self._channel, 0, HOST
+    def _fetch_part(self, opened: Opened, ns: Identity, keys: Sequence[bytes], take: Take, until: float) -> Copied:
+        channel, done, tier, busy = self._channel, 0, HOST, 0
         request = pb.GetRequest(namespace_id=opened.number, keys=keys).SerializeToString()
 
         def call() -> None:
-            nonlocal done, tier
+            nonlocal done, tier, busy
             timeout_s = max(until - time.monotonic(), 0.0)
             stream = channel.get(request, timeout=timeout_s, metadata=channel.metadata(opened.epoch))
             try:
@@ -214,7 +215,8 @@ class GrpcTransport:
                     take(done, at, piece)
                     del piece  # its memory is for the next one
                     done += whole
-                tier = _tier_of(stream.trailing_metadata())
+                said = dict(stream.trailing_metadata() or ())
+                tier, busy = _tier_of(said), _busy_of(said, len(keys) - done)
             except InvalidArgument as e:
                 stream.cancel()
                 log.warning("from %s: %s; what is left of this stream counts as missing", channel.endpoint, e)
@@ -226,7 +228,7 @@ class GrpcTransport:
             channel.reach(call)
         except (Unavailable, DeadlineExceeded, ResourceExhausted) as e:
             log.debug("a stream of blocks ended after %d of %d: %s", done, len(keys), e)
-        return done, tier
+        return Copied(done, tier, busy)
 
     def may_wait(self, ns: Identity, keys: Sequence[bytes]) -> bool:
         """Nobody knows without asking."""
@@ -256,7 +258,7 @@ class GrpcTransport:
             return reply
 
         if begun.state != pb.TICKET_RUNNING:
-            return Ticket(STATES[begun.state], begun.blocks)
+            return Ticket(STATES[begun.state], begun.blocks, begun.why)
         return Ticket("running", begun.blocks, ask=ask, wait_s=TICKET_WAIT_S, until=until)
 
     # -- writing
@@ -336,35 +338,53 @@ class GrpcTransport:
     # -- management
 
     def remove(self, ns: Identity, keys: Sequence[bytes]) -> int:
-        return self._each("Remove", ns, keys, lambda n, part: pb.RemoveRequest(namespace_id=n, keys=part))
+        def request(number: int, part: Any) -> pb.RemoveRequest:
+            return pb.RemoveRequest(namespace_id=number, keys=part)
+
+        replies = self._each("Remove", ns, keys, request, self._timeout_s + LASTING_S)
+        for reply in replies:
+            self._removals.said(reply.not_on_disk_yet)
+        return sum(reply.removed for reply in replies)
 
     def pin(self, ns: Identity, keys: Sequence[bytes], ttl_s: float) -> int:
-        return self._each("Pin", ns, keys, lambda n, part: pb.PinRequest(namespace_id=n, keys=part, ttl_s=ttl_s))
+        replies = self._each("Pin", ns, keys, lambda n, part: pb.PinRequest(namespace_id=n, keys=part, ttl_s=ttl_s))
+        return sum(reply.pinned for reply in replies)
 
     def unpin(self, ns: Identity, keys: Sequence[bytes]) -> int:
-        return self._each("Unpin", ns, keys, lambda n, part: pb.UnpinRequest(namespace_id=n, keys=part))
+        replies = self._each("Unpin", ns, keys, lambda n, part: pb.UnpinRequest(namespace_id=n, keys=part))
+        return sum(reply.unpinned for reply in replies)
 
-    def _each(self, name: str, ns: Identity, keys: Sequence[bytes], request: Callable[[int, Any], Any]) -> int:
-        """One call for as many keys as a message takes; answers the sum of what they did."""
+    def _each(
+        self,
+        name: str,
+        ns: Identity,
+        keys: Sequence[bytes],
+        request: Callable[[int, Any], Any],
+        timeout_s: float = 0.0,
+    ) -> list[Any]:
+        """One call for as many keys as a message takes; the answers."""
         self._tell()
-        done = 0
+        replies = []
         for at in range(0, len(keys), KEYS_MAX):
             part = keys[at : at + KEYS_MAX]
 
             def call(opened: Opened, part: Sequence[bytes] = part) -> Any:
-                return self._call(name, request(opened.number, part), epoch=opened.epoch)
+                return self._call(name, request(opened.number, part), timeout_s, opened.epoch)
 
-            done += sum(value for _, value in self._in(ns, call).ListFields())
-        return done
+            replies.append(self._in(ns, call))
+        return replies
 
     def clear(self, ns: Identity) -> int:
-        def call(opened: Opened) -> int:
-            request = pb.ClearRequest(namespace_id=opened.number)
-            removed: int = self._call("Clear", request, LONG_CALL_S, opened.epoch).removed
-            return removed
+        def call(opened: Opened) -> pb.ClearReply:
+            reply: pb.ClearReply = self._call(
+                "Clear", pb.ClearRequest(namespace_id=opened.number), LONG_CALL_S, opened.epoch
+            )
+            return reply
 
         self._tell()
-        return self._in(ns, call)
+        reply = self._in(ns, call)
+        self._removals.said(reply.not_on_disk_yet)
+        return reply.removed
 
     def administer(self, name: str, request: Any, timeout_s: float) -> Any:
         """A call of the administration, by its name in the contract."""
@@ -415,10 +435,16 @@ def _part_keys(block_bytes: int) -> int:
     return max(1, min(KEYS_MAX, PART_BYTES // block_bytes))
 
 
-def _tier_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> int:
+def _tier_of(metadata: Mapping[str, str | bytes]) -> int:
     """Where the slowest block of a stream came from; memory, where nobody says."""
-    said = str(dict(metadata or ()).get(chunks.TIER_METADATA, HOST))
+    said = str(metadata.get(chunks.TIER_METADATA, HOST))
     return int(said) if said in TIERS else HOST
+
+
+def _busy_of(metadata: Mapping[str, str | bytes], missing: int) -> int:
+    """How many blocks that did not come are there, and had no turn; none, where nobody says so believably."""
+    said = str(metadata.get(chunks.BUSY_METADATA, 0))
+    return min(int(said), missing) if said.isdecimal() and len(said) <= BUSY_DIGITS_MAX else 0
 
 
 def _put_messages(header: pb.PutHeader, blocks: list[Bytes]) -> Iterator[bytes]:

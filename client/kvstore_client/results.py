@@ -19,6 +19,17 @@ class Match(NamedTuple):
     tiers: list[str]
 
 
+class Copied(NamedTuple):
+    """What a transport has read: how many leading blocks, and the slowest tier that one of them came from.
+
+    `busy`: blocks behind them that are there, and had no turn or no room in memory in time.
+    """
+
+    blocks: int
+    tier: int
+    busy: int = 0
+
+
 class PutResult(NamedTuple):
     """How many blocks were stored, were there already, and could not be stored.
 

@@ -117,12 +117,12 @@ class Session:
         with to_be_mapped(descriptors, 1):
             self.index = IndexReader(descriptors[0], reply.index.size_bytes)
 
-    def attach(self, segments: Iterable[int]) -> None:
+    def attach(self, segments: Iterable[int], timeout_s: float | None = None) -> None:
         """Maps these segments, if the tenant has them; page tables follow in the background."""
         wanted = [number for number in segments if number not in self.mappings]
         for at in range(0, len(wanted), DESCRIPTORS_MAX):
             request = pb.SegmentsRequest(ids=wanted[at : at + DESCRIPTORS_MAX])
-            reply, descriptors = self._call_for_descriptors(pb.Request(segments=request))
+            reply, descriptors = self._call_for_descriptors(pb.Request(segments=request), timeout_s)
             with to_be_mapped(descriptors, len(reply.segments.segments)):
                 for segment, descriptor in zip(reply.segments.segments, descriptors, strict=True):
                     mapping = Mapping(descriptor, segment.size_bytes, writable=not self.hello.read_only)

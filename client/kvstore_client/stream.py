@@ -8,6 +8,7 @@ is "too late".
 
 import contextlib
 import errno
+import logging
 import os
 import select
 import socket
@@ -22,6 +23,8 @@ from kvstore_client import advice
 from kvstored.v1 import DESCRIPTORS_MAX, FRAME_BYTES_MAX
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.errors import Unavailable
+
+log = logging.getLogger("kvstore_client")
 
 POLLRDHUP = 0x2000
 """Linux; not in Python's select."""
@@ -39,6 +42,9 @@ LATE_MAX = 64
 """Times that what is there already is still taken when the time is over: an answer, but no endless one."""
 LAST_READS_MAX = 64
 """Of a connection that has ended: more than the kernel keeps of one."""
+
+NO_ROOM_AGAIN_S = 60.0
+"""Between two warnings that this process has no room for the daemon's memory: every read may meet it."""
 
 _LENGTH = struct.Struct("<I")
 
@@ -71,13 +77,15 @@ def to_be_mapped(descriptors: list[int], count: int) -> Iterator[None]:
     """Closes received descriptors when they are mapped, or were not.
 
     Raises Unavailable where this process has no room for a mapping, or for a descriptor: the
-    kernel drops those that find no place in its table.
+    kernel drops those that find no place in its table. To a read that is a miss, so it is logged here.
     """
     try:
         _require(descriptors, count)
         yield
     except OSError as e:
-        raise Unavailable(f"this process cannot map the memory of kvstored: {e.strerror}") from e
+        why = f"this process cannot map the memory of kvstored: {e.strerror}"
+        _no_room.say(why)
+        raise Unavailable(why) from e
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
@@ -86,6 +94,22 @@ def to_be_mapped(descriptors: list[int], count: int) -> Iterator[None]:
 def _require(descriptors: list[int], count: int) -> None:
     if len(descriptors) != count:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+class NoRoom:
+    """Says that this process has none, but not of every read."""
+
+    def __init__(self) -> None:
+        self._again_at = 0.0
+
+    def say(self, why: str) -> None:
+        now = time.monotonic()
+        if now >= self._again_at:
+            self._again_at = now + NO_ROOM_AGAIN_S
+            log.warning("%s; what is there counts as missing until it can", why)
+
+
+_no_room = NoRoom()
 
 
 def _ready(poll: select.poll, rest_s: float) -> bool:

@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 from kvstore_client.loads import PAUSE_S, TURN_MS, answer_s
@@ -37,7 +38,8 @@ class Ticket:
     blocks    leading blocks that are in memory
     loaded    blocks that were brought for it
     waiting   blocks still on their way
-    why       why not all of the run that was there came; "" where it did
+    why       why not all of the run that was there came; "" where it did. One that is done has a reason where it
+              is larger than may be brought ahead of use: its leading run is there, and the rest was not tried
 
     These are as `state`, `wait` or `cancel` last heard them. Nothing is held for a prefetch: what it brought
     may be evicted again, and a `get_into` after it find fewer.
@@ -132,39 +134,63 @@ def of_session(session: Session, number: int, until: float) -> Ticket:
     return Ticket("running", 0, ask=ask, wait_s=TURN_MS / 1000, until=until)
 
 
-class Saving:
-    """What one put wants to be on the SSD. The blocks are visible already, whatever becomes of this."""
+DURABLE_SHARE = 16
+"""A durable put is at most this fraction of the tenant's memory ahead of the SSD: what is further ahead would have no
+place among what is to be written, or be evicted before its turn."""
 
-    def __init__(self, session: Session, size_bytes: int) -> None:
+
+class Saving:
+    """What one put wants to be on the SSD. The blocks are visible already, whatever becomes of this.
+
+    A large one is put in portions: before the next one, all but the last is on the SSD.
+    """
+
+    def __init__(self, session: Session, size_bytes: int, slot_bytes: int) -> None:
+        """`size_bytes` in all, in blocks that take `slot_bytes` each."""
         self._session = session
         self._until = time.monotonic() + session.timeout_s + size_bytes / DURABLE_BYTES_PER_S
-        self._tickets: list[int] = []
+        self.portion = max(session.hello.tenant_bytes // DURABLE_SHARE // slot_bytes, 1)
+        """Blocks."""
+        self._tickets: deque[tuple[int, int]] = deque()
+        """With how many blocks each is about."""
+        self._ahead = 0
         self._why = ""
 
-    def answered(self, replies: list[pb.CommitReply]) -> None:
-        """Commits that asked for it."""
+    def answered(self, replies: list[pb.CommitReply], blocks: int) -> None:
+        """Commits that asked for it, of so many blocks; waits for those before, where that is too much at once."""
         for reply in replies:
-            if reply.ticket:
-                self._tickets.append(reply.ticket)
             self._why = self._why or reply.not_durable
+            if reply.ticket:
+                share = len(reply.results) or blocks
+                self._tickets.append((reply.ticket, share))
+                self._ahead += share
+        while self._ahead > self.portion and len(self._tickets) > 1:
+            self._wait_for_first()
 
     def ask(self, namespace_id: int, keys: list[bytes]) -> None:
         """Blocks that exist already. Raises like any call; FailedPrecondition where the daemon has no SSD."""
-        for at in range(0, len(keys), KEYS_MAX):
+        size = min(self.portion, KEYS_MAX)
+        for at in range(0, len(keys), size):
+            some = keys[at : at + size]
             request = pb.Request()
             request.commit.namespace_id = namespace_id
-            request.commit.keys.extend(keys[at : at + KEYS_MAX])
+            request.commit.keys.extend(some)
             request.commit.durable = True
-            self.answered([self._session.call(request).commit])
+            self.answered([self._session.call(request).commit], len(some))
 
     def wait(self) -> KVStoreError | None:
         """Waits for all of it, in time; answers why not all is on the SSD."""
-        for number in self._tickets:
-            ticket = of_session(self._session, number, self._until)
-            ticket.wait()
-            if ticket.state != "done":
-                self._why = self._why or ticket.why
+        while self._tickets:
+            self._wait_for_first()
         return not_durable(self._why)
+
+    def _wait_for_first(self) -> None:
+        number, blocks = self._tickets.popleft()
+        self._ahead -= blocks
+        ticket = of_session(self._session, number, self._until)
+        ticket.wait()
+        if ticket.state != "done":
+            self._why = self._why or ticket.why
 
 
 def not_durable(why: str) -> KVStoreError | None:

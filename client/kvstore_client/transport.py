@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from kvstore_client.buffers import Bytes
 from kvstore_client.lease import Lease, Slots
 from kvstore_client.reads import Reads
-from kvstore_client.results import Health, Hint, Match, PutResult
+from kvstore_client.results import Copied, Health, Hint, Match, PutResult
 from kvstore_client.tickets import Ticket
 from kvstored.v1 import kvstore_pb2 as pb
 
@@ -43,10 +43,7 @@ class Transport(Protocol):
     def put(
         self, ns: Identity, keys: Sequence[bytes], start: int, blocks: list[Bytes], hint: Hint | None, durable: bool
     ) -> PutResult: ...
-    def get_into(self, ns: Identity, keys: Sequence[bytes], start: int, out: list[Bytes]) -> tuple[int, int]:
-        """How many blocks were copied, and the slowest tier that one of them came from."""
-        ...
-
+    def get_into(self, ns: Identity, keys: Sequence[bytes], start: int, out: list[Bytes]) -> Copied: ...
     def acquire(self, ns: Identity, keys: Sequence[bytes], timeout_s: float) -> Lease: ...
     def may_wait(self, ns: Identity, keys: Sequence[bytes]) -> bool:
         """Whether a read of these may have to wait for a disk; a hint."""

@@ -54,8 +54,8 @@ def main(context: click.Context, config_file: str | None, overrides: tuple[str, 
 
             status = run(effective)
         except StartupError as error:
-            _fail(error)
-        sys.exit(status)
+            status = _said(error)
+        _end(status)
 
 
 @main.command()
@@ -86,8 +86,24 @@ def _load(config_file: str | None, overrides: Sequence[str]) -> Effective:
 
 
 def _fail(error: StartupError) -> NoReturn:
+    sys.exit(_said(error))
+
+
+def _said(error: StartupError) -> int:
     click.echo(f"kvstored: {error}", err=True)
-    sys.exit(error.exit_status)
+    return error.exit_status
+
+
+def _end(status: int) -> NoReturn:
+    """Ends the process at once, when all that is to be closed is.
+
+    A thread may still be inside RocksDB: its disk is slow to answer, or hangs, or the start failed while its directory
+    was being opened. As Python ends, such a thread is ended on its way out of that call, through frames of C++ and
+    Rust, which abort the process for it.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _print_settings(rows: Sequence[tuple[str, str, str]]) -> None:

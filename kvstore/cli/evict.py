@@ -41,7 +41,8 @@ NAMED_MAX = 8
 
 TIERS = {"all": pb.TIER_NONE, "host": pb.TIER_HOST, "ssd": pb.TIER_SSD}
 
-DONE = tuple(field.name for field in pb.EvictReply.DESCRIPTOR.fields)
+NOT_ON_DISK = "not_on_disk_yet"
+DONE = tuple(field.name for field in pb.EvictReply.DESCRIPTOR.fields if field.name != NOT_ON_DISK)
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ def evict(
     names = _keys(keys, keys_from)
     prefix = hex_bytes(namespace, "namespace", DIGEST_PREFIX_BYTES_MIN, KEY_BYTES) if namespace is not None else b""
     done: dict[str, int] = dict.fromkeys(DONE, 0)
+    not_on_disk = ""
     with connected(Way(endpoint, token_file, ca).under(above)) as client:
         before = client.stats()
         if tier == "ssd" and not before.get("ssd"):
@@ -126,7 +128,7 @@ def evict(
         scope = Scope(before, tenant if size_bytes or everything else tenant or _unnamed(before), tier)
         if (size_bytes or everything) and tenant and not _has_tenant(client, before, tenant):
             if as_json:
-                click.echo(json.dumps(done, indent=2))
+                click.echo(json.dumps({**done, NOT_ON_DISK: not_on_disk}, indent=2))
             fail(f"there is no tenant {tenant}; there are: {_tenants(before)}", EXIT_NOT_FOUND)
         if prefix:
             plan = _namespace_plan(client, scope, tenant, prefix)
@@ -140,12 +142,14 @@ def evict(
             whole = f", {percent(plan.share, 1)} of {plan.of}" if plan.blocks else ""
             about = f"up to {count(plan.blocks)} {plan.what} ({human_bytes(plan.size_bytes)}{whole})"
             confirm(f"This drops {about}{_what_stays(tier, before)}; leased and pinned blocks stay.", yes=yes)
-        _carry_out(client, plan.requests, done)
+        not_on_disk = _carry_out(client, plan.requests, done)
         leasing = [] if as_json or not done["leased"] else _leasing(client.stats(), scope.tenant)
     if as_json:
-        click.echo(json.dumps(done, indent=2))
+        click.echo(json.dumps({**done, NOT_ON_DISK: not_on_disk}, indent=2))
     else:
-        click.echo("\n".join(_sentences(done, leasing)))
+        click.echo("\n".join(_sentences(done, leasing, tier)))
+        if not_on_disk:
+            click.echo(f"what was dropped from the SSD may be back if the daemon is killed now: {plain(not_on_disk)}")
     if names and not (done["blocks"] or done["ssd_blocks"] or done["held"]):
         fail("none of these keys is here", EXIT_NOT_FOUND)
 
@@ -270,14 +274,17 @@ def _unnamed(stats: Mapping[str, Any]) -> str:
 # -- doing it
 
 
-def _carry_out(client: "Client", requests: Sequence[pb.EvictRequest], done: dict[str, int]) -> None:
-    """All requests, one after another; adds up what they did."""
+def _carry_out(client: "Client", requests: Sequence[pb.EvictRequest], done: dict[str, int]) -> str:
+    """All requests, one after another; adds up what they did, and answers why some of it may be back."""
     from kvstore_client import admin
 
+    why = ""
     for request in requests:
         reply = admin.evict(client, request)
         for name in done:
             done[name] += getattr(reply, name)
+        why = why or reply.not_on_disk_yet
+    return why
 
 
 def _has_tenant(client: "Client", stats: Mapping[str, Any], tenant: str) -> bool:
@@ -304,13 +311,15 @@ def _leasing(stats: Mapping[str, Any], tenant: str) -> list[str]:
     ]
 
 
-def _sentences(done: Mapping[str, int], leasing: Sequence[str]) -> Iterator[str]:
+def _sentences(done: Mapping[str, int], leasing: Sequence[str], tier: str) -> Iterator[str]:
+    """The tier that was asked for comes first."""
     left = f"{count(done['held'])} left" + (f" ({human_bytes(done['held_bytes'])})" if done["held"] else "")
+    size, blocks, where = ("ssd_bytes", "ssd_blocks", " on the SSD") if tier == "ssd" else ("size_bytes", "blocks", "")
     yield (
-        f"freed {human_bytes(done['size_bytes'])}: {count(done['blocks'])} blocks dropped, "
+        f"freed {human_bytes(done[size])}{where}: {count(done[blocks])} blocks dropped, "
         f"{left} because they are leased or pinned, {count(done['absent'])} not here"
     )
-    if done["ssd_blocks"]:
+    if done["ssd_blocks"] and tier != "ssd":
         yield f"on the SSD: {count(done['ssd_blocks'])} blocks dropped ({human_bytes(done['ssd_bytes'])})"
     if done["pinned"]:
         yield (

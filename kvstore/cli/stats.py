@@ -86,6 +86,8 @@ def sections(reply: Mapping[str, Any]) -> "Iterable[RenderableType]":
     """What is shown of a reply, one after another; what only a newer daemon counts is left out where it is not."""
     yield section("daemon", fields(_daemon(reply["daemon"])))
     yield section("host memory", fields(_host(reply["host"])))
+    if reply.get("persist"):
+        yield section("memory over restarts", fields(_persist(reply["persist"])))
     if reply.get("ssd"):
         yield section("SSD", fields(_ssd(reply["ssd"])))
         yield section("to and from the SSD", rows(reply["ssd"]["queues"], QUEUE_COLUMNS))
@@ -131,6 +133,21 @@ def _host(row: Row) -> list[tuple[str, str]]:
     ]
 
 
+def _persist(row: Row) -> list[tuple[str, str]]:
+    adopted = (
+        f"{row['adopted_blocks']} blocks in {row['adopted_segments']} segments, {row['adopted_sessions']} sessions, "
+        f"within {human_seconds(row['adopted_s'])}"
+    )
+    left_out = f"{row['refused_blocks']} blocks, {row['lost_segments']} segments"
+    return [
+        ("host.persist", f"{row['path']} ({row['kind']})" if row["path"] else row["kind"]),
+        ("state", f"NOT ALL OF IT: {row['trouble']}" if row["trouble"] else "what is in memory outlives the daemon"),
+        *([("room left", human_bytes(row["free_bytes"]))] if row["kind"] == "directory" else []),
+        ("at the start", f"empty: {row['cold']}" if row["cold"] else adopted),
+        *([("left out", left_out)] if row["refused_blocks"] or row["lost_segments"] else []),
+    ]
+
+
 def _ssd(row: Row) -> list[tuple[str, str]]:
     count_of = row["counters"]
     share = f" ({percent(row['physical_bytes'], row['size_bytes'])})" if row["size_bytes"] else ""
@@ -139,7 +156,7 @@ def _ssd(row: Row) -> list[tuple[str, str]]:
         ("state", f"OUT OF USE: {row['trouble']}" if row["trouble"] else row["state"]),
         *([("cannot grow", row["no_file"])] if row["no_file"] else []),
         ("direct I/O", f"no: {row['direct_refused']}" if row["direct_refused"] else "yes"),
-        ("size", human_bytes(row["size_bytes"])),
+        ("size", human_bytes(row["size_bytes"]) + _less_room(row)),
         ("on the disk", human_bytes(row["physical_bytes"]) + share),
         ("free there", human_bytes(row["free_bytes"])),
         ("blocks", f"{count(row['blocks'])} ({human_bytes(row['used_bytes'])} of {human_bytes(row['file_bytes'])})"),
@@ -151,6 +168,13 @@ def _ssd(row: Row) -> list[tuple[str, str]]:
             for name, value in count_of.items()
         ],
     ]
+
+
+def _less_room(row: Row) -> str:
+    """Where the disk is smaller than `ssd.size`; nothing is known of one that was not measured."""
+    if not row["physical_bytes"] or row["room_bytes"] >= row["size_bytes"]:
+        return ""
+    return f" (its file system has room for {human_bytes(row['room_bytes'])})"
 
 
 def _namespaces(found: Sequence[Row], *, with_ssd: bool) -> "tuple[str, RenderableType]":
@@ -288,6 +312,7 @@ OPERATION_COLUMNS: Sequence[Column] = (
     ("that hit", "requests", str),
     ("hits", "hits", count),
     ("misses", "misses", count),
+    ("busy", "busy", count),
     ("hit rate", "rate", str),
     ("bytes", "size_bytes", human_bytes),
     *TIME_COLUMNS,

@@ -16,7 +16,10 @@ VERIFY_BLOCKS = 256
 """In one call: its answer is a step of the progress bar."""
 
 TROUBLE_S = 60.0
-"""Verify waits so long for an SSD that is out of use: it heals by itself once the cause is gone."""
+"""Verify waits so long for an SSD that goes out of use while it reads: it heals by itself once the cause is gone."""
+
+OPENING_S = 3600.0
+"""And for one whose records are still being read, which takes as long as there are many."""
 
 TROUBLE_LOOK_S = 1.0
 
@@ -27,7 +30,8 @@ TROUBLE_LOOK_S = 1.0
 def flush(above: Way, endpoint: str | None, token_file: str | None, ca: str | None, as_json: bool) -> None:
     """Writes to the SSD what only memory has, and waits until it is there.
 
-    Of what is stored meanwhile nothing is said. Ctrl-C stops the waiting, not the writing.
+    Of what is stored meanwhile nothing is said. An SSD that is out of use is not waited for, one
+    whose records are being read is. Ctrl-C stops the waiting, not the writing.
     """
     from kvstore_client import admin
 
@@ -54,12 +58,13 @@ def flush(above: Way, endpoint: str | None, token_file: str | None, ca: str | No
 def verify(above: Way, endpoint: str | None, token_file: str | None, ca: str | None, as_json: bool) -> None:
     """Reads back all that is on the SSD, and removes what is not what it should be.
 
-    Clients' reads go first, and nothing comes to memory by it. Ctrl-C stops it.
+    Clients' reads go first, and nothing comes to memory by it. An SSD that is out of use is not
+    waited for, unless it was in use before: then for a minute. Ctrl-C stops it.
     """
     from kvstore_client import admin
 
     sums = dict.fromkeys(("blocks", "size_bytes", "bad", "failed"), 0)
-    cursor, trouble, troubled_since = 0, "", 0.0
+    cursor, trouble, patience = 0, "", _Patience()
     with (
         connected(Way(endpoint, token_file, ca).under(above)) as client,
         _progress("reading", shown=not as_json) as say,
@@ -68,12 +73,11 @@ def verify(above: Way, endpoint: str | None, token_file: str | None, ca: str | N
             reply = admin.verify(client, cursor, VERIFY_BLOCKS)
             for name in sums:
                 sums[name] += getattr(reply, name)
-            cursor, now = reply.cursor, time.monotonic()
-            troubled_since = 0.0 if not reply.trouble or reply.blocks else troubled_since or now
+            cursor = reply.cursor
             if not cursor:
                 break
-            if troubled_since and now - troubled_since > TROUBLE_S:
-                trouble = reply.trouble
+            trouble = patience.ends(reply.trouble, opening=reply.opening, moved=bool(reply.blocks))
+            if trouble:
                 break
             about = f"{human_bytes(sums['size_bytes'])}, {count(sums['bad'])} bad, {count(sums['failed'])} failed"
             about += f"; waiting: {reply.trouble}" if reply.trouble else ""
@@ -89,9 +93,31 @@ def verify(above: Way, endpoint: str | None, token_file: str | None, ca: str | N
             f"{count(sums['failed'])} could not be read"
         )
     if trouble:
-        fail(f"not all was read: the SSD has been out of use for {TROUBLE_S:.0f} s: {trouble}", EXIT_NOT_WELL)
+        fail(f"{'not all' if sums['blocks'] else 'nothing'} was read: {trouble}", EXIT_NOT_WELL)
     if sums["bad"] or sums["failed"]:
         fail("not all on the SSD was what it should be; its clients had misses, and never wrong bytes", EXIT_NOT_WELL)
+
+
+class _Patience:
+    """How long an SSD is waited for that cannot be read at present; says so where it begins to wait."""
+
+    def __init__(self) -> None:
+        self._in_use = False
+        self._until = 0.0
+
+    def ends(self, why: str, *, opening: bool, moved: bool) -> str:
+        """Why it is not waited for any longer; "" where it is, or need not be."""
+        self._in_use = self._in_use or moved or not why
+        if not why or moved:
+            self._until = 0.0
+            return ""
+        if not opening and not self._in_use:
+            return f"the SSD is out of use: {why}"
+        limit_s = OPENING_S if opening else TROUBLE_S
+        if not self._until:
+            self._until = time.monotonic() + limit_s
+            click.echo(f"waiting for the SSD, at most {limit_s:.0f} s: {why}", err=True)
+        return f"the SSD has been out of use for {limit_s:.0f} s: {why}" if time.monotonic() > self._until else ""
 
 
 Say = Callable[[int, int, str], None]

@@ -8,6 +8,7 @@ the override goes. All that is wrong is collected, then raised as a whole.
 
 import difflib
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from pydantic_settings import EnvSettingsSource, InitSettingsSource, TomlConfigS
 from pydantic_settings import PydanticBaseSettingsSource as Source
 
 from kvstore.config import values
-from kvstore.config.settings import Settings, Tables
+from kvstore.config.settings import ROCKSDB_SIZE_BYTES_MIN, Settings, Tables
 from kvstore.errors import ConfigError
 from kvstored.v1.endpoint import CLIENT_VARIABLES
 
@@ -220,16 +221,46 @@ def _contradictions(effective: Effective) -> Iterator[tuple[tuple[str, ...], str
     if http == grpc and (values.host_and_port(http) or ("", 0))[1]:
         what = f"server.http = {_shown(http)} ({sources['server.http']})"
         yield ("server.grpc", "server.http"), f"{what} is server.grpc as well; allowed: another port"
-    ssd, state_dir = settings.ssd.path, settings.server.state_dir
-    if ssd is not None and (ssd == state_dir or ssd in state_dir.parents):
-        what = f"ssd.path = {_shown(str(ssd))} ({sources['ssd.path']})"
-        has = "is" if ssd == state_dir else "has in it"
+    ssd = settings.ssd
+    if ssd.path is not None and ssd.layout == "rocksdb" and ssd.size_bytes < ROCKSDB_SIZE_BYTES_MIN:
+        what = f"ssd.size = {values.format_size(ssd.size_bytes)} ({sources['ssd.size']})"
         yield (
-            ("ssd.path", "server.state_dir"),
-            f"{what} {has} server.state_dir ({state_dir}); allowed: a directory of the tier's own, such as "
-            f"{state_dir / 'ssd'}",
+            ("ssd.size", "ssd.layout"),
+            f'{what} is too small for ssd.layout = "rocksdb" ({sources["ssd.layout"]}), which keeps a log and garbage '
+            f'in it; allowed: {values.format_size(ROCKSDB_SIZE_BYTES_MIN)} and more, or ssd.layout = "extents"',
         )
+    yield from _shared_directories(effective)
     yield from _open_doors(effective)
+
+
+def _shared_directories(effective: Effective) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Directories that must be one tier's own, and are not: each removes, or sets aside, what it does not know.
+
+    As the kernel sees them, symbolic links followed: two names of one directory are one.
+    """
+    settings, sources = effective.settings, effective.sources
+    state, ssd, host = settings.server.state_dir, settings.ssd.path, settings.host.persist_path
+    keys = {"ssd.path": ssd, "host.persist": host, "server.state_dir": state}
+    for key, other in (
+        ("ssd.path", "server.state_dir"),
+        ("host.persist", "server.state_dir"),
+        ("ssd.path", "host.persist"),
+    ):
+        mine, theirs = keys[key], keys[other]
+        if mine is None or theirs is None:
+            continue
+        own, another = Path(os.path.realpath(mine)), Path(os.path.realpath(theirs))
+        if own == another:
+            how = "is"
+        elif own in another.parents:
+            how = "has in it"
+        elif another in own.parents and other != "server.state_dir":  # in that one each has its own
+            how = "is within"
+        else:
+            continue
+        instead = f", such as {state / 'ssd'}" if key == "ssd.path" else ""
+        what = f"{key} = {_shown(str(mine))} ({sources[key]})"
+        yield (key, other), f"{what} {how} {other} ({theirs}); allowed: a directory of the tier's own{instead}"
 
 
 def _open_doors(effective: Effective) -> Iterator[tuple[tuple[str, ...], str]]:

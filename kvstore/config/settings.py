@@ -17,7 +17,7 @@ from kvstore.config import values
 from kvstored.v1.endpoint import SOCKET_NAME, user_runtime_dir
 
 HOST_SIZE_BYTES_MIN = 1 << 20
-SSD_SIZE_BYTES_MIN = 64 << 20
+SSD_SIZE_BYTES_MIN, ROCKSDB_SIZE_BYTES_MIN = 64 << 20, 128 << 20
 HUGE_PAGES_AUTO_BYTES = 64 << 30
 """Above this size `host.huge_pages = "auto"` is on: 4 KiB pages cost every client 2 MiB of page tables a GiB."""
 
@@ -130,7 +130,7 @@ class Host(Section):
         default="auto", description='"auto" (on above 64GiB), "on" or "off"'
     )
     persist: Annotated[str, BeforeValidator(values.parse_persist)] = Field(
-        default="none", description='"none", "fdstore" (of systemd), or the path of a directory on a tmpfs'
+        default="none", description='"none", "fdstore" (of systemd), or the absolute path of a directory on a tmpfs'
     )
 
     @property
@@ -148,7 +148,11 @@ class Host(Section):
 class Ssd(Section):
     """The tier on disk."""
 
-    path: OptionalPath = Field(default=None, description='"" (off), or the path of a directory of the daemon\'s own')
+    path: Annotated[
+        Path | None,
+        BeforeValidator(values.parse_own_directory),
+        PlainSerializer(values.format_optional_path, when_used="json"),
+    ] = Field(default=None, description='"" (off), or the absolute path of a directory of the daemon\'s own')
     size_bytes: Annotated[Size, AfterValidator(_ssd_size)] = Field(
         default=64 << 30, alias="size", description=f"{SIZE}, at least 64MiB"
     )

@@ -151,6 +151,13 @@ def parse_group(value: object) -> str:
     return value
 
 
+def parse_own_directory(value: object) -> Path | None:
+    """None for `""`, else an absolute path: what is kept there must not depend on where a daemon was started."""
+    if isinstance(value, str) and value and not value.startswith(("/", "unix:")):
+        raise Refused("not an absolute path")
+    return parse_optional_path(value)
+
+
 def parse_optional_path(value: object) -> Path | None:
     """None for `""`, else as `parse_path`."""
     return None if value is None or value == "" else parse_path(value)

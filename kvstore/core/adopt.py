@@ -4,22 +4,18 @@ The order of things: segments, with all their slots taken; blocks; what sessions
 still be alive; then whatever no block and no session has is free. What cannot be (a namespace
 that is not there, a slot that does not exist, a second block of one key) is left out, and its
 slot is free; nothing is ever believed twice.
-
-The policy's order is by last use, what hangs from something after it, as if each block had just
-been used in turn.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from kvstore.core.block import HINTED, NONE, SEALED
+from kvstore.core.block import HINTED, NONE, PINNED, SEALED
 from kvstore.core.holds import INFINITY, Namespace, Session, Tenant
 from kvstore.core.ledger import NO_LEDGER, Ledger
+from kvstore.core.rebuild import Rebuild, Rows
 from kvstore.core.segments import BLOCK, GRANTED, Pool, Segment
 from kvstore.core.store import Store
-from kvstored.v1 import KEY_BYTES
-from kvstored.v1.shm import EMPTY_KEY
 
 
 @dataclass(frozen=True)
@@ -56,10 +52,6 @@ class SessionFound:
     nonce_before: int
     granted: list[int]
     leased: dict[int, int]
-
-
-Row = tuple[int, bytes, bytes, int, int, float, float, float, float, int]
-"""Slot, key, parent (32 zero bytes: none), namespace, depth, stored, used, ends of life and pin (0: none), hits."""
 
 
 @dataclass
@@ -114,6 +106,25 @@ def write_uses(store: Store, rows_max: int) -> bool:
     return bool(rows)
 
 
+def write_again(store: Store, segment: Segment, slots: range) -> None:
+    """Writes down the blocks in these slots, of a segment that was not written down."""
+    table, ledger = store.table, store.ledger
+    for slot in slots:
+        row = segment.row[slot]
+        if row == NONE or table.state[row] != SEALED:
+            continue
+        key, parent, ref = table.key[row], table.parent[row], table.place[row]
+        assert key is not None, f"row {row} is sealed and has no key"
+        above = table.key[parent] if parent != NONE else None
+        ledger.sealed(
+            ref, key, above or b"", table.namespace[row], table.depth[row], table.used[row], table.stored[row]
+        )
+        ledger.used(ref, table.used[row], table.hits[row])
+        for mark in (HINTED, PINNED):
+            if table.marks[row] & mark:
+                ledger.until(ref, mark, store.tree.until[row * 4 + mark])
+
+
 class Adoption:
     """Fills a store that has nothing yet and makes no segments."""
 
@@ -157,46 +168,9 @@ class Adoption:
         spaces = self._tenants[tenant].namespaces.values()
         return next((space for space in spaces if space.block_bytes == block_bytes), None)
 
-    def blocks(self, rows: Iterable[Row]) -> None:
-        """All of them; best in the order of their depth, which spares rows that stand in for parents."""
-        store, table = self.store, self.store.table
-        come: list[int] = []
-        for found in rows:
-            row = self._block(found)
-            if row == NONE:
-                self.done.refused.append(found[0])
-            else:
-                come.append(row)
-        come.sort(key=lambda row: (table.used[row], -table.depth[row]))
-        for row in come:
-            order = store.tree.pool_of(row).order
-            store.policy.add(order, row, orphan=store.tree.families.is_orphan(row))
-        self.done.blocks = len(come)
-
-    def _block(self, found: Row) -> int:
-        ref, key, parent, number, depth, stored, used, life, pin, hits = found
-        store = self.store
-        pool = self._pools.get(ref >> 32)
-        if pool is None or not 1 <= number <= len(store.namespaces) or key == EMPTY_KEY or 0 < life <= self._now:
-            return NONE
-        namespace, segment = store.namespaces[number - 1], store.segments.live[ref >> 32]
-        slot = ref & 0xFFFFFFFF
-        if (
-            store.pool(namespace) is not pool
-            or key in namespace.tenant.rows
-            or not slot < len(segment.state)
-            or segment.state[slot] != GRANTED
-        ):
-            return NONE
-        above = parent if parent != bytes(KEY_BYTES) and parent != key else b""
-        row = store.tree.seal(namespace, pool, key, ref, above, depth, min(used, self._now))
-        store.table.stored[row] = stored
-        store.table.hits[row] = hits
-        if life:
-            store.tree.set_until(row, HINTED, life)
-        if pin > self._now:
-            store.tree.pin(row, pin)
-        return row
+    def blocks(self, rows: Rows) -> None:
+        """All of them (rebuild.FOUND)."""
+        self.done.blocks, self.done.refused = Rebuild(self.store, self._pools, self._now).fill(rows)
 
     def sessions(self) -> None:
         """What processes of before may still touch: in quarantine until they are gone or attach again."""

@@ -6,13 +6,17 @@ Runs after every step of the tests, and once when a daemon takes over another's 
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from kvstore.core.block import HINTED, NONE, PINNED, State
 from kvstore.core.evict import INNER, LEAF, ORPHAN, OUT
 from kvstore.core.segments import BLOCK, FREE, GRANTED, QUARANTINED, Pool, Segment
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from kvstore.core.store import Store
 
 Published = tuple[int, int, int, int]
@@ -45,6 +49,18 @@ def check(store: "Store", published: Mapping[tuple[int, bytes], Published] | Non
 def same(what: str, kept: object, found: object) -> None:
     """One comparison; the message says which of the two is kept and which was computed."""
     assert kept == found, f"{what}: kept as {kept!r}, found {found!r}"
+
+
+def column(values: Any) -> "NDArray[Any]":
+    """A copy of a column: what is looked at in place could not grow as long as an error is."""
+    return np.frombuffer(bytes(values), "u1" if isinstance(values, bytearray) else values.typecode)
+
+
+def agree(what: str, right: "NDArray[np.bool_]", named: "NDArray[np.int64] | None" = None) -> None:
+    """Many comparisons; the message names the first that fails."""
+    if not right.all():
+        first = int(np.flatnonzero(~right)[0])
+        raise AssertionError(f"{what}: wrong of {first if named is None else int(named[first])}")
 
 
 def memory(store: "Store") -> None:
@@ -88,41 +104,43 @@ def slots(store: "Store", segment: Segment) -> None:
     name = f"segment {segment.id}"
     same(f"{name}: slots", len(segment.state), segment.size_bytes // pool.slot_bytes)
     same(f"{name}: row column", len(segment.row), len(segment.state))
-    free = [number for number, state in enumerate(segment.state) if state == FREE]
-    same(f"{name}: free slots", sorted(segment.free), free)
-    same(f"{name}: open", pool.open.get(segment.id) is segment, bool(free) and not segment.closed)
-    held = 0
-    for number, state in enumerate(segment.state):
-        row = segment.row[number]
-        if state == BLOCK:
-            assert 0 <= row < len(table), f"{name} slot {number}: no row {row}"
-            same(f"{name} slot {number}: place of row {row}", table.place[row], segment.id << 32 | number)
-            assert table.state[row] in (State.SEALED, State.DOOMED), f"{name} slot {number}: row {row} is no block"
-            held += bool(table.leases[row] or table.marks[row] & PINNED)
-        else:
-            same(f"{name} slot {number}: row of a slot without a block", row, NONE)
-            held += state in (GRANTED, QUARANTINED)
+    state, row = column(segment.state), column(segment.row)
+    free = np.flatnonzero(state == FREE)
+    same(f"{name}: free slots", sorted(segment.free), free.tolist())
+    same(f"{name}: open", pool.open.get(segment.id) is segment, bool(len(free)) and not segment.closed)
+    blocks = np.flatnonzero(state == BLOCK)
+    rows = row[blocks].astype(np.int64)
+    agree(f"{name}: row of a slot without a block", np.delete(row, blocks) == NONE)
+    agree(f"{name}: a row that there is", (rows >= 0) & (rows < len(table)), blocks)
+    agree(f"{name}: place of the row of a slot", column(table.place)[rows] == segment.id << 32 | blocks, blocks)
+    agree(f"{name}: row that is a block", np.isin(column(table.state)[rows], (State.SEALED, State.DOOMED)), blocks)
+    kept = (column(table.leases)[rows] > 0) | (column(table.marks)[rows] & PINNED > 0)
+    held = int(kept.sum()) + int(np.isin(state, (GRANTED, QUARANTINED)).sum())
     same(f"{name}: held", segment.held, held)
 
 
 def counters(store: "Store", pool: Pool) -> None:
     """One pool's numbers, counted again in its segments."""
     same("pool's key", store.segments.pools.get((pool.tenant, pool.block_bytes)), pool)
+    table = store.table
+    state, leases, marks = column(table.state), column(table.leases), column(table.marks)
     found: Counter[str] = Counter()
     for number, segment in pool.segments.items():
         assert store.segments.live.get(number) is segment, f"segment {number} of a pool is not live"
         assert segment.pool is pool, f"segment {number} is in another pool"
-        states = Counter(segment.state)
+        states = segment.state
         if not segment.closed:
-            found["slots"] += len(segment.state)
-            found["free"] += states[FREE]
-        found["granted"] += states[GRANTED]
-        found["quarantined"] += states[QUARANTINED]
-        for row in segment.row:
-            if row != NONE:
-                found["doomed" if store.table.state[row] == State.DOOMED else "blocks"] += 1
-                found["leased"] += store.table.leases[row] > 0
-                found["pinned"] += store.table.marks[row] & PINNED > 0
+            found["slots"] += len(states)
+            found["free"] += states.count(FREE)
+        found["granted"] += states.count(GRANTED)
+        found["quarantined"] += states.count(QUARANTINED)
+        row = column(segment.row)
+        row = row[row != NONE]
+        doomed = int((state[row] == State.DOOMED).sum())
+        found["doomed"] += doomed
+        found["blocks"] += len(row) - doomed
+        found["leased"] += int((leases[row] > 0).sum())
+        found["pinned"] += int((marks[row] & PINNED > 0).sum())
     for counter in POOL_COUNTERS:
         same(f"pool of {pool.block_bytes} bytes: {counter}", getattr(pool, counter), found[counter])
     assert pool.open.keys() <= pool.segments.keys(), "an open segment is not of the pool"
@@ -130,96 +148,128 @@ def counters(store: "Store", pool: Pool) -> None:
 
 def rows(store: "Store") -> None:
     """Every row: its state against its key, slot, namespace and holds."""
-    table = store.table
-    leases: Counter[int] = Counter()
+    table, every = store.table, np.arange(len(store.table))
+    state, marks, leases = column(table.state), column(table.marks), column(table.leases)
+    keyed = np.fromiter((key is not None for key in table.key), bool, len(table))
+    free = set(table.free)
+    same("free rows, each once", len(table.free), len(free))
+    agree("row free", np.isin(every, list(free)) == (state == State.GONE))
+    heads = [head for pool in store.segments.pools.values() for head in pool.order.heads if head != NONE]
+    agree("row is a list head", np.isin(every, heads) == (state == State.LIST))
+    sealed, doomed, stands_in = state == State.SEALED, state == State.DOOMED, state == State.MISSING
+    empty = ~(sealed | doomed)
+    agree("row without a block: marks, leases", (marks == 0) & (leases == 0) | ~empty)
+    agree("row: key", keyed == (sealed | stands_in))
+    agree("row: marks of a doomed block", (marks == 0) | ~doomed)
+    agree("row that is doomed is leased", (leases > 0) | ~doomed)
+    agree("row: leases", leases == _leases(store))
+    blocks = np.flatnonzero(~empty)
+    agree("row lies in its pool", _pool_of_rows(store, blocks) == _pool_of_namespaces(store, blocks), blocks)
+    namespace = column(table.namespace)[sealed]
+    counted = np.bincount(namespace, minlength=len(store.namespaces) + 1)
+    pinned = np.bincount(namespace, marks[sealed] & PINNED > 0, minlength=len(store.namespaces) + 1)
+    for space in store.namespaces:
+        same(f"namespace {space.id}: blocks", space.blocks, int(counted[space.id]))
+        same(f"namespace {space.id}: pinned", space.pinned, int(pinned[space.id]))
+    for tenant in store.tenants.values():
+        same(f"tenant {tenant.name}: keys", len(tenant.rows), sum(n.blocks for n in tenant.namespaces.values()))
+        leads = np.fromiter(tenant.rows.values(), np.int64, len(tenant.rows))
+        agree(f"tenant {tenant.name}: a key leads to a block", sealed[leads], leads)
+        of = {space.id for space in tenant.namespaces.values()}
+        agree("row: its tenant", np.isin(column(table.namespace)[leads], list(of)), leads)
+        for key, row in zip(tenant.rows, map(table.key.__getitem__, leads.tolist()), strict=True):
+            assert key == row, f"tenant {tenant.name}: key {key.hex()[:12]} leads to the row of another"
+
+
+def _leases(store: "Store") -> "NDArray[np.int64]":
+    """Of each row, how many holds sessions have on what lies in its slot."""
+    found = np.zeros(len(store.table), np.int64)
     for session in store.sessions.values():
         for ref, count in session.leased.items():
             assert count > 0, f"session {session.id} leases slot {ref:#x} {count} times"
-            leases[ref] += count
-    blocks: Counter[int] = Counter()
-    pinned: Counter[int] = Counter()
-    free = set(table.free)
-    same("free rows, each once", len(table.free), len(free))
-    heads = {head for pool in store.segments.pools.values() for head in pool.order.heads if head != NONE}
-    for row in range(len(table)):
-        state, key = table.state[row], table.key[row]
-        same(f"row {row} free", row in free, state == State.GONE)
-        same(f"row {row} is a list head", row in heads, state == State.LIST)
-        if state in (State.GONE, State.LIST, State.MISSING):
-            same(f"row {row}: marks, leases", (table.marks[row], table.leases[row]), (0, 0))
-            same(f"row {row}: key", key is not None, state == State.MISSING)
-            continue
-        ref, namespace = table.place[row], store.namespaces[table.namespace[row] - 1]
-        segment, number = store.segments.at(ref)
-        same(f"row {row}: what its slot says", segment.row[number], row)
-        pool = store.segments.pools[namespace.tenant.id, namespace.block_bytes]
-        assert segment.pool is pool, f"row {row} lies in the wrong pool"
-        same(f"row {row}: leases", table.leases[row], leases.pop(ref, 0))
-        if state == State.SEALED:
-            assert key is not None, f"row {row} is sealed and has no key"
-            same(f"row {row}: what the key leads to", namespace.tenant.rows.get(key), row)
-            blocks[namespace.id] += 1
-            pinned[namespace.id] += table.marks[row] & PINNED > 0
-        else:
-            same(f"row {row}: key and marks of a doomed block", (key, table.marks[row]), (None, 0))
-            assert table.leases[row], f"row {row} is doomed and nobody leases it"
-    assert not leases, f"leases of what is no block: {leases}"
-    for namespace in store.namespaces:
-        same(f"namespace {namespace.id}: blocks", namespace.blocks, blocks[namespace.id])
-        same(f"namespace {namespace.id}: pinned", namespace.pinned, pinned[namespace.id])
-    for tenant in store.tenants.values():
-        same(f"tenant {tenant.name}: keys", len(tenant.rows), sum(n.blocks for n in tenant.namespaces.values()))
+            segment, number = store.segments.at(ref)
+            row = segment.row[number]
+            assert row != NONE, f"session {session.id} leases slot {ref:#x}, which has no block"
+            found[row] += count
+    return found
+
+
+def _pool_of_rows(store: "Store", blocks: "NDArray[np.int64]") -> "NDArray[np.int64]":
+    """By the segment that each lies in, where the slot says the same: a number of the pool."""
+    number = {pool: n for n, pool in enumerate(store.segments.pools.values())}
+    place = column(store.table.place)[blocks]
+    ids, which = np.unique(place >> np.uint64(32), return_inverse=True)
+    pools = np.empty(len(ids), np.int64)
+    for n, segment_id in enumerate(ids.tolist()):
+        segment = store.segments.live[segment_id]
+        assert segment.pool is not None, f"segment {segment_id} has blocks and no pool"
+        pools[n] = number[segment.pool]
+        here = np.flatnonzero(which == n)
+        slots = (place[here] & np.uint64(0xFFFFFFFF)).astype(np.int64)
+        agree(f"segment {segment_id}: what the slot of a row says", column(segment.row)[slots] == blocks[here], slots)
+    found: NDArray[np.int64] = pools[which]
+    return found
+
+
+def _pool_of_namespaces(store: "Store", blocks: "NDArray[np.int64]") -> "NDArray[np.int64]":
+    """The same, by the namespace that each is of."""
+    number = {key: n for n, key in enumerate(store.segments.pools)}
+    of = [-1, *(number.get((space.tenant.id, space.block_bytes), -1) for space in store.namespaces)]
+    found: NDArray[np.int64] = np.array(of, np.int64)[column(store.table.namespace)[blocks]]
+    return found
 
 
 def links(store: "Store") -> None:
     """The prefix tree, from children to parents and from parents to children, and that it is one."""
-    table = store.table
-    below: Counter[int] = Counter()
-    for row in range(len(table)):
-        parent = table.parent[row]
-        if table.state[row] != State.SEALED:
-            links = (parent, table.sibling[row], table.sibling_before[row])
-            same(f"row {row}: links of what is not in the tree", links, (NONE,) * 3)
-        if parent != NONE:
-            assert table.state[parent] in (State.SEALED, State.MISSING), f"row {row} hangs from what is no parent"
-            assert table.depth[row] > table.depth[parent], f"row {row} is no deeper than what it hangs from"
-            below[parent] += 1
-    for row in range(len(table)):
-        before, child, count = NONE, table.child[row], 0
-        while child != NONE:
-            count += 1
-            assert count <= below[row], f"row {row} has more children than rows say that it is their parent"
-            same(f"row {child}: parent", table.parent[child], row)
-            same(f"row {child}: sibling before", table.sibling_before[child], before)
-            before, child = child, table.sibling[child]
-        same(f"row {row}: children", count, below[row])
+    table, every = store.table, np.arange(len(store.table))
+    state, depth = column(table.state), column(table.depth)
+    parent, child = column(table.parent).astype(np.int64), column(table.child).astype(np.int64)
+    after, before = column(table.sibling).astype(np.int64), column(table.sibling_before).astype(np.int64)
+    unlinked = (parent == NONE) & (after == NONE) & (before == NONE)
+    agree("row: links of what is not in the tree", unlinked | (state == State.SEALED))
+    hangs = np.flatnonzero(parent != NONE)
+    above = parent[hangs]
+    agree("row hangs from a parent", np.isin(state[above], (State.SEALED, State.MISSING)), hangs)
+    agree("row is deeper than what it hangs from", depth[hangs] > depth[above], hangs)
+    agree("row without a parent has no siblings", (after == NONE) & (before == NONE) | (parent != NONE))
+    for one, back in ((after, before), (before, after)):
+        linked = np.flatnonzero(one != NONE)
+        agree("row and its sibling: links", back[one[linked]] == linked, linked)
+        agree("row and its sibling: parent", parent[one[linked]] == parent[linked], linked)
+    firsts = np.flatnonzero((parent != NONE) & (before == NONE))
+    agree("row that is the first child", child[parent[firsts]] == firsts, firsts)
+    parents = np.flatnonzero(child != NONE)
+    agree("row: its first child", (parent[child[parents]] == parents) & (before[child[parents]] == NONE), parents)
+    # Each parent has one first child and each child one before it: what none of them leads to goes in a circle.
+    ends, left = np.where(after == NONE, every, after), len(table)
+    while left:
+        ends, left = ends[ends], left >> 1
+    agree("row is of a list of siblings that ends", after[ends] == NONE)
 
 
 def lists(store: "Store") -> None:
     """Each block is in the one list where it belongs; only held ones may be in none, and unsettled ones elsewhere."""
     table = store.table
-    seen: dict[int, int] = {}
-    for pool in store.segments.pools.values():
+    seen = np.full(len(table), OUT, np.uint8)
+    for n, pool in enumerate(store.segments.pools.values()):
         for which in (LEAF, INNER, ORPHAN):
-            found = store.policy.walk(pool.order, which)
+            found = np.array(store.policy.walk(pool.order, which), np.int64)
             same(f"pool of {pool.block_bytes} bytes: length of list {which}", pool.order.listed[which], len(found))
-            for row in found:
-                assert row not in seen, f"row {row} is in two lists"
-                assert store.tree.pool_of(row) is pool, f"row {row} is in another pool's list"
-                seen[row] = which
-    unsettled = _unsettled(store)
-    for row in range(len(table)):
-        if table.state[row] != State.SEALED:
-            assert row not in seen, f"row {row} is listed and no block"
-            continue
-        by_child = LEAF if table.child[row] == NONE else INNER
-        place = ORPHAN if store.tree.families.is_orphan(row) else by_child
-        if row in unsettled and seen.get(row) in (ORPHAN, by_child):
-            place = seen[row]
-        if table.held(row) and row not in seen:
-            place = OUT
-        same(f"row {row}: list", seen.get(row, OUT), place)
-        same(f"row {row}: listed", table.listed[row], place)
+            agree("row is in one list", seen[found] == OUT, found)
+            agree("row is in a list of its pool", _pool_of_rows(store, found) == n, found)
+            seen[found] = which
+    state, parent, child = column(table.state), column(table.parent), column(table.child)
+    sealed = state == State.SEALED
+    agree("row that is listed is a block", sealed | (seen == OUT))
+    by_child = np.where(child == NONE, LEAF, INNER).astype(np.uint8)
+    orphan = (parent != NONE) & (state[parent] == State.MISSING)
+    place = np.where(orphan, ORPHAN, by_child)
+    unsettled = np.zeros(len(table), bool)
+    unsettled[list(_unsettled(store))] = True
+    agree_so_far = (seen == place) | unsettled & ((seen == ORPHAN) | (seen == by_child))
+    held = (column(table.leases) > 0) | (column(table.marks) & PINNED > 0)
+    agree("row: list", agree_so_far | held & (seen == OUT) | ~sealed)
+    agree("row: listed", (column(table.listed) == seen) | ~sealed)
 
 
 def _unsettled(store: "Store") -> set[int]:
@@ -236,7 +286,7 @@ def _unsettled(store: "Store") -> set[int]:
 def missing(store: "Store") -> None:
     """Which rows stand in for whom, both ways; and the rows from which on to mark what was used."""
     table = store.table
-    standing = {row for row in range(len(table)) if table.state[row] == State.MISSING}
+    standing = set(np.flatnonzero(column(table.state) == State.MISSING).tolist())
     for tenant in store.tenants.values():
         for key, row in tenant.missing.items():
             assert row in standing, f"row {row} stands in for a parent, and for nobody"
@@ -276,16 +326,12 @@ def holders(store: "Store") -> None:
         same(f"{name}: leases", session.leases, sum(session.leased.values()))
         same(f"{name}: bytes held", session.held_bytes, held)
         assert not session.recall or session.granted, f"{name} is asked to give back nothing"
-    kept = Counter(
-        {
-            segment.id << 32 | number: state
-            for segment in table.live.values()
-            for number, state in enumerate(segment.state)
-            if segment.id not in table.adopting
-        }
-    )
-    unheld = [ref for ref, state in kept.items() if state in (GRANTED, QUARANTINED) and ref not in states]
-    assert not unheld, f"slots granted to nobody: {unheld}"
+    for segment in table.live.values():
+        if segment.id in table.adopting:
+            continue
+        taken = np.flatnonzero(np.isin(column(segment.state), (GRANTED, QUARANTINED))).tolist()
+        unheld = [number for number in taken if segment.id << 32 | number not in states]
+        assert not unheld, f"slots of segment {segment.id} granted to nobody: {unheld}"
     for tenant in store.tenants.values():
         pools = [pool for pool in table.pools.values() if pool.tenant == tenant.id]
         adopting = sum(
@@ -301,7 +347,8 @@ def holders(store: "Store") -> None:
 def times(store: "Store") -> None:
     """Marks against the times at which they end."""
     table, tree = store.table, store.tree
-    marked = {row * 4 + mark for row in range(len(table)) for mark in (PINNED, HINTED) if table.marks[row] & mark}
+    marks = column(table.marks)
+    marked = {row * 4 + mark for mark in (PINNED, HINTED) for row in np.flatnonzero(marks & mark).tolist()}
     same("rows with an end", set(tree.until), marked)
     waiting = {*tree.untils, *tree.untils_before}
     for code, at in tree.until.items():

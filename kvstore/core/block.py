@@ -126,8 +126,15 @@ class BlockTable:
     def take(self) -> int:
         """A free row, all links cleared."""
         if not self.free:
-            self._grow()
+            self.free.extend(range(len(self) + GROW_ROWS - 1, len(self) - 1, -1))
+            self._grow(GROW_ROWS)
         return self.free.pop()
+
+    def take_run(self, count: int) -> int:
+        """The first of so many free rows in a row, all links cleared; each is to be used."""
+        first = len(self.key)
+        self._grow(count)
+        return first
 
     def give_back(self, row: int) -> None:
         """Frees a row that is GONE."""
@@ -176,18 +183,14 @@ class BlockTable:
     def __len__(self) -> int:
         return len(self.key)
 
-    def _grow(self) -> None:
-        start = len(self.key)
-        self.key.extend([None] * GROW_ROWS)
+    def _grow(self, count: int) -> None:
+        self.key.extend([None] * count)
         for column in (self.state, self.marks, self.listed):
-            column.extend(bytes(GROW_ROWS))
-        zeros = [0] * GROW_ROWS
+            column.extend(bytes(count))
         for numbers in (self.place, self.namespace, self.leases, self.hits, self.depth, self.conversation):
-            numbers.extend(zeros)
-        self.used.extend([0.0] * GROW_ROWS)
-        self.stored.extend([0.0] * GROW_ROWS)
-        none = [NONE] * GROW_ROWS
+            numbers.frombytes(bytes(count * numbers.itemsize))
+        for times in (self.used, self.stored):
+            times.frombytes(bytes(count * times.itemsize))
         links = (self.parent, self.child, self.sibling, self.sibling_before, self.before, self.after)
         for link in links:
-            link.extend(none)
-        self.free.extend(range(start + GROW_ROWS - 1, start - 1, -1))
+            link.frombytes(b"\xff" * (count * link.itemsize))  # NONE

@@ -15,6 +15,7 @@ class Counts:
     rejected: int = 0
     hits: int = 0
     misses: int = 0
+    busy: int = 0
     hit_bytes: int = 0
     match_hits: int = 0
     match_misses: int = 0

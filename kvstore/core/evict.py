@@ -16,6 +16,9 @@ Rules that every policy keeps:
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvstore.core.block import NONE, SEALED, BlockTable
 
 INNER_WINDOW = 1024
@@ -50,6 +53,9 @@ class Policy(Protocol):
 
     def add(self, order: PoolOrder, row: int, *, orphan: bool) -> None:
         """A block is here and may be evicted: new, or the policy had put it aside and its last hold is gone."""
+
+    def fill(self, order: PoolOrder, rows: NDArray[np.int32], orphan: NDArray[np.bool_]) -> None:
+        """Many at once, least recently used first, none of which the policy has."""
 
     def remove(self, order: PoolOrder, row: int) -> None:
         """A block is about to go, or to be added again as something else: forget its place."""
@@ -98,6 +104,20 @@ class LeafLru:
     def add(self, order: PoolOrder, row: int, *, orphan: bool) -> None:
         assert not self._listed[row], f"row {row} is listed already"
         self._append(order, ORPHAN if orphan else LEAF if self._table.child[row] == NONE else INNER, row)
+
+    def fill(self, order: PoolOrder, rows: NDArray[np.int32], orphan: NDArray[np.bool_]) -> None:
+        leaf = np.frombuffer(self._table.child, np.int32)[rows] == NONE
+        listed, before, after = np.frombuffer(self._listed, np.uint8), *self._links()
+        for which, part in ((ORPHAN, orphan), (LEAF, leaf & ~orphan), (INNER, ~(leaf | orphan))):
+            new, head = rows[part], order.heads[which]
+            assert not listed[new].any(), f"rows of list {which} are listed already"
+            chain = np.concatenate(([before[head]], new, [head]))
+            after[chain[:-1]], before[chain[1:]] = chain[1:], chain[:-1]
+            listed[new] = which
+            order.listed[which] += len(new)
+
+    def _links(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        return np.frombuffer(self._before, np.int32), np.frombuffer(self._after, np.int32)
 
     def remove(self, order: PoolOrder, row: int) -> None:
         which = self._listed[row]
@@ -174,14 +194,18 @@ class LeafLru:
         return found
 
     def walk(self, order: PoolOrder, which: int) -> list[int]:
-        rows, head = [], order.heads[which]
-        row = self._after[head]
-        while row != head:
-            assert self._table.state[row] == SEALED, f"row {row} listed in state {self._table.state[row]}"
-            assert self._before[self._after[row]] == row, f"row {row}: its neighbour in list {which} disagrees"
+        rows, head, after = [], order.heads[which], self._after
+        row = after[head]
+        for _ in range(order.listed[which]):
+            if row == head:
+                break
             rows.append(row)
-            assert len(rows) <= order.listed[which], f"list {which} is longer than its count, or a circle"
-            row = self._after[row]
+            row = after[row]
+        assert row == head, f"list {which} is longer than its count, or a circle"
+        before, state = self._before, self._table.state
+        for row in rows:
+            assert state[row] == SEALED, f"row {row} listed in state {state[row]}"
+            assert before[after[row]] == row, f"row {row}: its neighbour in list {which} disagrees"
         return rows
 
     def _first(self, order: PoolOrder, which: int) -> int:

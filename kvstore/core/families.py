@@ -49,7 +49,7 @@ class Families:
             if parent == NONE:
                 depth = min(max(depth, 1), deepest)
                 if depth:
-                    self._wait_for(tenant, row, parent_key, depth)
+                    self.wait_for(tenant, row, parent_key, depth)
             else:
                 below = max(depth, table.depth[parent] + 1)
                 if below <= deepest:
@@ -59,7 +59,8 @@ class Families:
                     table.add_child(parent, row)
         table.depth[row] = depth
 
-    def _wait_for(self, tenant: Tenant, row: int, parent_key: bytes, depth: int) -> None:
+    def wait_for(self, tenant: Tenant, row: int, parent_key: bytes, depth: int) -> None:
+        """Hangs a block that is `depth` deep, at least 1, from a row that stands in for its parent."""
         table = self._table
         parent = tenant.missing.get(parent_key, NONE)
         if parent == NONE:

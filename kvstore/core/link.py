@@ -8,6 +8,7 @@ from kvstore.core.block import NONE
 from kvstore.core.carrier import Carrier
 from kvstore.core.holds import Namespace
 from kvstore.core.moves import Move
+from kvstore.core.packed import Packed
 from kvstore.core.schedule import Kind, Scheduler
 from kvstore.core.store import Store
 from kvstore.core.tiered import Joined
@@ -35,6 +36,8 @@ class MoveCounts:
     read_errors: int = 0
     corrupt: int = 0
     """Records whose bytes were not theirs: removed, and a miss."""
+    lost: int = 0
+    """Blocks that were on the SSD only when its directory was set aside, deleted or replaced."""
     troubles: int = 0
     """Times that the SSD went out of use."""
 
@@ -76,7 +79,18 @@ class Removals:
 class Link:
     """Memory's store and the SSD's, the queue between them, and the jobs for its workers."""
 
-    def __init__(self, memory: Store, disk: Store, joined: Joined, *, pid: int, queue_bytes: dict[Kind, int]) -> None:
+    def __init__(
+        self,
+        memory: Store,
+        disk: Store,
+        joined: Joined,
+        *,
+        pid: int,
+        queue_bytes: dict[Kind, int],
+        packed_bytes: int = 0,
+        packed_block_max: int = 0,
+    ) -> None:
+        """`packed_bytes`, `packed_block_max`: as `Packed` has them, 0 where slots bound what is on the SSD."""
         self.memory = memory
         self.disk = disk
         self.joined = joined
@@ -86,10 +100,14 @@ class Link:
         self.moves: list[Move] = []
         self.on_memory = Carrier(memory, "ssd", pid)
         self.on_disk = Carrier(disk, "ssd", pid)
+        self.packed = Packed(disk, self.on_disk, packed_bytes, packed_block_max)
         self.checksums = array("Q")
         """Of each row of the SSD's store."""
         self.trouble = ""
         """Why the SSD is out of use; "" where it is in use."""
+        self.away = False
+        """No directory is open, or it is about to be lost: nothing ends `trouble` but another one, and no record
+        that goes need be deleted."""
         self.too_full = False
         """The payload takes more than it may, where files do not bound it: nothing is written."""
         self.no_file = ""
@@ -134,8 +152,9 @@ class Link:
             self.joined.pair(memory, found)
         return found
 
-    def keep_checksum(self, row: int, checksum: int) -> None:
-        """Of a block that has just come to the SSD."""
+    def keep_checksum(self, row: int, checksum: int, packed: int = 0) -> None:
+        """Of a block that has just come to the SSD; and what it takes there, 0 where that is its slot."""
+        self.packed.keep(row, packed)
         short = len(self.disk.table) - len(self.checksums)
         if short > 0:
             self.checksums.extend([0] * short)

@@ -6,29 +6,36 @@ by its deadline at the latest; slots under I/O end with their report, whatever b
 tickets (rule 5), and a block that arrives late is in memory like any other.
 
 A ticket of kind LOAD holds what it has got, so that nothing of it is evicted before its owner
-has taken it: `close` it. Prefetched blocks are held by nobody; a burst of prefetches stops at
-PREFETCHED_SHARE of a tenant's memory instead of evicting what it has just brought.
+has taken it: `close` it. Prefetched blocks are held by nobody; a burst of prefetches stops
+(ahead.py) instead of evicting what it has just brought: such a ticket is done with its leading
+run, and says that the rest was not tried. A prefetch that the queue does
+not take as a whole is queued in portions (`feed`). Loads and prefetches have bounds of their
+own: who waits for a block is never refused because of what is brought ahead.
 """
 
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvstore.core.ahead import Prefetched
 from kvstore.core.block import HINTED, NONE
-from kvstore.core.holds import Namespace
+from kvstore.core.holds import Namespace, Tenant
 from kvstore.core.link import Block, Link
 from kvstore.core.moves import ReadBlock
 from kvstore.core.schedule import Kind, Turn
 from kvstored.v1.errors import ResourceExhausted
 
-PREFETCHED_SHARE = 0.5
-"""Of a tenant's memory: blocks that were prefetched and not used yet."""
-
-TICKETS_MAX = 4096
+TICKETS_MAX = {Kind.LOAD: 4096, Kind.PREFETCH: 4096}
 TICKET_BLOCKS_MAX = 4096
 
+NAMES = {Kind.LOAD: "loads", Kind.PREFETCH: "prefetches"}
+TOO_MUCH = "half of the memory has been prefetched and not used"
+NO_ROOM = "there is no more room for it in memory"
+LATER = "later"
+"""Of a prefetch: the queue takes no more of it at present."""
+
 DEADLINES_SPARE = 1024
-"""Of tickets that have ended before: kept no longer than there are so many."""
+"""Of tickets that have ended before, and their portions: kept no longer than there are so many."""
 
 SUSPECTS_MAX = 1024
 """Records that could not be read once and are still there; read in vain again, one is removed."""
@@ -50,6 +57,14 @@ class Ticket:
     state: str = RUNNING
     why: str = ""
     """Why not all of the run came."""
+    busy: bool = False
+    """That may pass: too much was being loaded, or held, for all of it to come."""
+    at: int = 0
+    """Which of `keys` is to be asked for next."""
+    rest: str = ""
+    """Why the rest of a prefetch is not tried."""
+    run: set[bytes] = field(default_factory=set)
+    """All of `keys`, once that matters."""
     waiting: set[Block] = field(default_factory=set)
     unplaced: int = 0
     """Of those, as they were asked for, blocks that no slot was taken for yet."""
@@ -84,12 +99,13 @@ class Loads:
     def __init__(self, link: Link) -> None:
         self.link = link
         self.tickets: dict[int, Ticket] = {}
+        self._open = dict.fromkeys(TICKETS_MAX, 0)
+        """How many of `tickets` there are of each kind."""
+        self._portions: list[tuple[int, int]] = []
+        """A heap of prefetches that are not all queued: priority, the highest first, and number."""
         self.loading: dict[Block, Loading] = {}
         self.under_way: dict[int, Loading] = {}
-        self.prefetched: dict[Block, int] = {}
-        """Blocks brought ahead and not used yet -> bytes."""
-        self._prefetched_bytes: dict[int, int] = {}
-        """By tenant of memory's store."""
+        self.prefetched = Prefetched(link.memory)
         self._early: dict[Block, list[Loading]] = {}
         """Blocks that were read before their parent, which is under way: they wait for it, in their slots."""
         self._suspects: dict[Block, None] = {}
@@ -109,31 +125,58 @@ class Loads:
     ) -> Ticket:
         """Brings the leading run of `keys` into memory; `ended` may be called before this returns.
 
-        Raises ResourceExhausted where there are too many tickets already.
+        Raises ResourceExhausted where there are too many tickets of that kind already.
         """
-        if len(self.tickets) >= TICKETS_MAX:
-            raise ResourceExhausted(f"{TICKETS_MAX} loads and prefetches are under way already")
+        if self._open[kind] >= TICKETS_MAX[kind]:
+            raise ResourceExhausted(f"{TICKETS_MAX[kind]} {NAMES[kind]} are under way already")
         self._last += 1
         ticket = Ticket(self._last, namespace, list(keys[:TICKET_BLOCKS_MAX]), kind, priority, deadline, ended)
-        for key in ticket.keys:
-            why = self._want(ticket, (namespace.id, key))
-            if why is None:
-                break
-            if why:
-                ticket.why = why
-                break
         self.tickets[ticket.number] = ticket
-        if ticket.waiting:
+        self._open[kind] += 1
+        self._go_on(ticket)
+        if ticket.state == RUNNING:
             heapq.heappush(self._deadlines, (deadline, ticket.number))
-        else:
-            self._end(ticket, FAILED if ticket.why else DONE)
         return ticket
+
+    def _go_on(self, ticket: Ticket) -> None:
+        """Asks for its blocks in their order, as many as are taken now; ends it where none is coming."""
+        while ticket.at < len(ticket.keys):
+            why = self._want(ticket, (ticket.namespace.id, ticket.keys[ticket.at]))
+            if why == LATER:
+                heapq.heappush(self._portions, (-ticket.priority, ticket.number))
+                return
+            if why == "":
+                ticket.at += 1
+                continue
+            ticket.why = ticket.why or why or ""
+            ticket.at = len(ticket.keys)
+        self._end_if_over(ticket)
+
+    def feed(self) -> None:
+        """Prefetches that were larger than the queue go on, as far as it takes more.
+
+        Ahead of each run of the queue.
+        """
+        self._cut_displaced()
+        while self._portions:
+            ticket = self.tickets.get(self._portions[0][1])
+            if ticket is not None and ticket.state == RUNNING and ticket.at < len(ticket.keys):
+                if not self.link.schedule.fits(Kind.PREFETCH, self._size_bytes(ticket)):
+                    return
+                heapq.heappop(self._portions)
+                self._go_on(ticket)
+            else:
+                heapq.heappop(self._portions)
+
+    def _size_bytes(self, ticket: Ticket) -> int:
+        return self.link.memory.pool(ticket.namespace).slot_bytes
 
     def _want(self, ticket: Ticket, block: Block) -> str | None:
         """One block of a ticket: "" where it is there or coming, None where the run ends, or why it stops here."""
         link = self.link
         row = link.memory_row(block)
         if ticket.kind is Kind.LOAD and not self._may_add(ticket, block, row):
+            ticket.busy = True
             return "it is more than may be held in memory at once"
         if row != NONE:
             self._hold(ticket, row)
@@ -144,8 +187,11 @@ class Loads:
             return f"the SSD is out of use: {link.trouble}"
         loading = self.loading.get(block)
         if loading is None:
-            size_bytes = link.memory.pool(ticket.namespace).slot_bytes
+            size_bytes = self._size_bytes(ticket)
+            if ticket.kind is Kind.PREFETCH and not link.schedule.fits(ticket.kind, size_bytes):
+                return LATER
             if not link.schedule.offer(ticket.kind, block, size_bytes, ticket.priority):
+                ticket.busy = True
                 return "too much is being loaded already"
             loading = self.loading[block] = Loading(block, ticket.namespace, size_bytes, ticket.kind)
         elif ticket.kind < loading.kind and link.schedule.withdraw(loading.kind, block):
@@ -175,10 +221,14 @@ class Loads:
     def close(self, ticket: Ticket) -> None:
         """Its owner has taken what it wanted, or gives up: nothing is held for it any more."""
         self.cancel(ticket)
-        self.tickets.pop(ticket.number, None)
+        if self.tickets.pop(ticket.number, None) is not None:
+            self._open[ticket.kind] -= 1
         if len(self._deadlines) > 2 * len(self.tickets) + DEADLINES_SPARE:
             self._deadlines = [entry for entry in self._deadlines if entry[1] in self.tickets]
             heapq.heapify(self._deadlines)
+        if len(self._portions) > 2 * len(self.tickets) + DEADLINES_SPARE:
+            self._portions = [entry for entry in self._portions if entry[1] in self.tickets]
+            heapq.heapify(self._portions)
         tenant = ticket.namespace.tenant
         for ref in ticket.held:
             self.link.on_memory.release(tenant, ref)
@@ -204,19 +254,60 @@ class Loads:
         if ticket.state != RUNNING:
             return
         for block in ticket.waiting:
-            loading = self.loading[block]
-            loading.tickets.remove(ticket)
-            if not loading.tickets and loading.job is None:
-                self.link.schedule.withdraw(loading.kind, block)
-                del self.loading[block]
+            self._want_no_more(ticket, self.loading[block])
         if ticket.waiting:
             self.link.counts.loads_failed += len(ticket.waiting)
         ticket.waiting.clear()
         ticket.why = ticket.why or why
         self._end(ticket, state)
 
+    def _want_no_more(self, ticket: Ticket, loading: Loading) -> None:
+        """One waits no longer for that block: it is not read where nobody else does."""
+        loading.tickets.remove(ticket)
+        if not loading.tickets and loading.job is None:
+            self.link.schedule.withdraw(loading.kind, loading.block)
+            del self.loading[loading.block]
+
+    def _cut(self, ticket: Ticket, why: str) -> None:
+        """The rest of a prefetch is not tried; what is being read for it comes."""
+        ticket.rest, ticket.at = why, len(ticket.keys)
+        rest = [block for block in ticket.waiting if self.loading[block].job is None]
+        self.link.schedule.queues[Kind.PREFETCH].refused += len(rest)
+        for block in rest:
+            ticket.waiting.remove(block)
+            self._want_no_more(ticket, self.loading[block])
+        self._end_if_over(ticket)
+
+    def _next_to_go(self, loading: Loading) -> bool:
+        """Whether what would make room for it is of the same run: its end is not worth its beginning."""
+        memory, ticket = self.link.memory, loading.tickets[0]
+        pool = memory.pool(loading.namespace)
+        if pool.free or memory.segments.idle_bytes >= memory.segments.segment_bytes:
+            return False
+        ticket.run.update(() if ticket.run else ticket.keys)
+        coldest = memory.policy.coldest(pool.order, 1)
+        return any(memory.table.key[row] in ticket.run for row in coldest)
+
+    def _cut_displaced(self) -> None:
+        """Prefetches that have begun to push out what they brought bring no more."""
+        for number in self.prefetched.displaced():
+            ticket = self.tickets.get(number)
+            if ticket is not None and ticket.state == RUNNING:
+                self._cut(ticket, NO_ROOM)
+
+    def _end_if_over(self, ticket: Ticket) -> None:
+        """Nothing is coming for it any more."""
+        if ticket.waiting or ticket.at < len(ticket.keys) or ticket.state != RUNNING:
+            return
+        state = FAILED if ticket.why else DONE
+        if ticket.rest and not ticket.why:
+            ticket.why = f"the rest was not tried: {ticket.rest}"
+            state = DONE if self.blocks_now(ticket) else FAILED
+        self._end(ticket, state)
+
     def _end(self, ticket: Ticket, state: str) -> None:
         ticket.state = state
+        ticket.run.clear()
         ticket.ended(ticket)
 
     def _hold(self, ticket: Ticket, row: int) -> None:
@@ -228,6 +319,9 @@ class Loads:
     def begin(self, block: Block, now: float) -> Turn:
         """A load's turn has come."""
         link, loading = self.link, self.loading[block]
+        self._cut_displaced()
+        if block not in self.loading:
+            return Turn.OVER
         row = link.memory_row(block)
         if row != NONE:
             self._came(loading, row)
@@ -236,15 +330,15 @@ class Loads:
         if disk_row == NONE:
             self._failed(loading, "it was evicted from the SSD")
             return Turn.OVER
-        if loading.kind is Kind.PREFETCH and not self._may_prefetch(loading):
-            self._failed(loading, "too much has been prefetched and not used")
-            return Turn.OVER
+        if self._only_ahead(loading) and not self.prefetched.may_come(loading.namespace):
+            return self._not_tried(loading, TOO_MUCH)
+        if self._only_ahead(loading) and self._next_to_go(loading):
+            return self._not_tried(loading, NO_ROOM)
         target = link.on_memory.take(loading.namespace)
         if target is None:
             if link.memory.room.pending or self.under_way:
                 return Turn.LATER
-            self._failed(loading, "no room in memory")
-            return Turn.OVER
+            return self._not_tried(loading, NO_ROOM)
         disk, namespace = link.disk, link.joined.disk_of[block[0]]
         parent = disk.table.parent[disk_row]
         loading.parent = (disk.table.key[parent] or b"") if parent != NONE else b""
@@ -299,8 +393,8 @@ class Loads:
                 link.memory.table.hits[new[0]] = loading.hits
                 link.counts.loaded += 1
                 link.counts.loaded_bytes += job.length
-                if not any(ticket.kind is Kind.LOAD for ticket in loading.tickets):
-                    self._note_prefetched(loading)
+                if self._only_ahead(loading):
+                    self.prefetched.came(block, tuple(ticket.number for ticket in loading.tickets))
             else:
                 link.on_memory.give_back(namespace.tenant, job.target)
             if new or known:
@@ -336,6 +430,23 @@ class Loads:
             self._suspects[block] = None
         self.link.go_out_of_use(f"reading: {why}")
 
+    def leave_behind(self, why: str) -> dict[int, tuple[Tenant, int]]:
+        """Gives up what is under way; number of each read -> the slot that it must keep until its report."""
+        link, left = self.link, {}
+        for number, loading in self.under_way.items():
+            assert loading.job is not None
+            left[number] = (loading.namespace.tenant, loading.job.target)
+            link.schedule.ended(loading.kind)
+            link.on_disk.release(link.joined.disk_of[loading.block[0]].tenant, loading.job.extent)
+            self._failed(loading, why)
+        self.under_way.clear()
+        for loading in [child for children in self._early.values() for child in children]:
+            assert loading.job is not None
+            link.on_memory.give_back(loading.namespace.tenant, loading.job.target)
+            self._failed(loading, why)
+        self._early.clear()
+        return left
+
     def oldest_read(self) -> float | None:
         """When the oldest read under way began."""
         return min((loading.began for loading in self.under_way.values()), default=None)
@@ -355,29 +466,24 @@ class Loads:
             ticket.why = ticket.why or why
             self._one_less(ticket, loading.block)
 
+    def _not_tried(self, loading: Loading, why: str) -> Turn:
+        """There is no room for it at present: nor for what prefetches want behind it."""
+        for ticket in [ticket for ticket in loading.tickets if ticket.kind is Kind.PREFETCH]:
+            self._cut(ticket, why)
+        if loading.tickets:
+            for ticket in loading.tickets:
+                ticket.busy = True
+            self._failed(loading, why)
+        return Turn.OVER
+
     def _one_less(self, ticket: Ticket, block: Block) -> None:
         ticket.waiting.remove(block)
-        if not ticket.waiting and ticket.state == RUNNING:
-            self._end(ticket, FAILED if ticket.why else DONE)
+        self._end_if_over(ticket)
 
-    # -- what was prefetched
-
-    def _may_prefetch(self, loading: Loading) -> bool:
-        tenant = loading.namespace.tenant.id
-        whole = self.link.memory.segments.tenant_bytes(tenant)
-        return self._prefetched_bytes.get(tenant, 0) + loading.size_bytes <= whole * PREFETCHED_SHARE
-
-    def _note_prefetched(self, loading: Loading) -> None:
-        self.prefetched[loading.block] = loading.size_bytes
-        tenant = loading.namespace.tenant.id
-        self._prefetched_bytes[tenant] = self._prefetched_bytes.get(tenant, 0) + loading.size_bytes
-
-    def used(self, block: Block) -> None:
-        """A block was read, or is about to leave memory: it is not one that waits for its first use."""
-        size_bytes = self.prefetched.pop(block, 0)
-        if size_bytes:
-            tenant = self.link.memory.namespaces[block[0] - 1].tenant.id
-            self._prefetched_bytes[tenant] -= size_bytes
+    @staticmethod
+    def _only_ahead(loading: Loading) -> bool:
+        """Nobody waits for it, also not somebody for whom the queue of demand loads was full."""
+        return not any(ticket.kind is Kind.LOAD for ticket in loading.tickets)
 
     def left_disk(self, block: Block) -> None:
         """A record is removed or evicted; one that is being read cannot have been evicted."""

@@ -21,6 +21,7 @@ from kvstore.core.holds import Namespace, Tenant
 from kvstore.core.idle import IdleConversations
 from kvstore.core.link import Block, Link, MoveCounts
 from kvstore.core.loads import Loads, Ticket
+from kvstore.core.losing import Losing
 from kvstore.core.moves import Move, ProbeTier
 from kvstore.core.schedule import Kind, Turn
 from kvstore.core.store import Store
@@ -37,17 +38,38 @@ LESS_SHARE = 1 / 32
 SILENT_S = 2.0
 """A read under way for longer puts the SSD out of use, so that nobody waits for it, until it answers."""
 
+SILENT_WRITE_S = 20.0
+"""The same of a write, a sync or a commit. A disk under load takes seconds for one, and nobody reads by it."""
+
 
 class Movement:
     """Between two stores, for one SSD."""
 
     def __init__(
-        self, memory: Store, disk: Store, joined: Joined, *, pid: int, policy: str, queue_bytes: dict[Kind, int]
+        self,
+        memory: Store,
+        disk: Store,
+        joined: Joined,
+        *,
+        pid: int,
+        policy: str,
+        queue_bytes: dict[Kind, int],
+        packed_bytes: int = 0,
+        packed_block_max: int = 0,
     ) -> None:
-        self.link = Link(memory, disk, joined, pid=pid, queue_bytes=queue_bytes)
+        self.link = Link(
+            memory,
+            disk,
+            joined,
+            pid=pid,
+            queue_bytes=queue_bytes,
+            packed_bytes=packed_bytes,
+            packed_block_max=packed_block_max,
+        )
         self.writes = WriteBack(self.link, policy)
         self.loads = Loads(self.link)
         self.verification = Verification(self.link, self.loads)
+        self.losing = Losing(self.link, self.loads, self.writes, self.verification)
         self.idle = IdleConversations()
         joined.left_host, joined.left_disk = self._left_memory, self._left_disk
         self.link.on_trouble = self._out_of_use
@@ -91,17 +113,19 @@ class Movement:
             for row in rows:
                 key = table.key[row]
                 if key is not None and (table.namespace[row], key) in prefetched:
-                    self.loads.used((table.namespace[row], key))
+                    prefetched.used((table.namespace[row], key))
 
     def _left_memory(self, key: bytes, row: int) -> None:
         block = (self.link.memory.table.namespace[row], key)
         self.writes.left_memory(block)
-        self.loads.used(block)
+        self.loads.prefetched.left_memory(block)
 
     def _left_disk(self, key: bytes, row: int) -> None:
         table, joined = self.link.disk.table, self.link.joined
         number = table.namespace[row]
-        self.writes.left_disk((number, key), table.place[row])
+        self.link.packed.left(row)
+        if not self.link.away:
+            self.writes.forgetting.left((number, key), table.place[row])
         self.loads.left_disk((joined.memory_of[number].id, key))
 
     def served(self, tenant: str, conversation: str, tokens_generated: int, now: float) -> None:
@@ -202,14 +226,26 @@ class Movement:
 
     # -- time and reports
 
-    def tick(self, now: float, low: float) -> None:
-        """Deadlines, an SSD that is silent or may be well again, and what should be written before it is evicted."""
+    def leave(self) -> None:
+        """Its directory is about to be lost: nothing more is begun or known of it, until `come`."""
+        assert self.link.trouble, "an SSD in use is left"
+        self.link.away, self.ready = True, False
+
+    def come(self) -> None:
+        """A directory is open, and nothing of it is known yet."""
+        self.link.away, self.link.trouble = False, ""
+        self._silent = self._probing = False
+
+    def tick(self, now: float, low: float, busy: tuple[float, str] | None = None) -> None:
+        """Deadlines, an SSD that is silent or may be well again, and what should be written before it is evicted.
+
+        `busy`: since when the worker that is longest at something else than a read is at it, and at what. What
+        waits for a worker does not count: a long queue is no disk that hangs.
+        """
         self.loads.expire(now)
-        began = self.loads.oldest_read()
-        if began is not None and now - began > SILENT_S and not self.link.trouble:
-            self._silent = True
-            self.link.go_out_of_use(f"a read has been under way for {SILENT_S:.0f} s")
-        if self.link.trouble and not self._probing and not self._silent and now >= self._probe_at:
+        self._listen(now, busy)
+        probe = not (self._probing or self._silent or self.link.away)
+        if self.link.trouble and probe and now >= self._probe_at:
             self._probing = True
             self._probe_at = now + PROBE_S
             self.link.moves.append(ProbeTier())
@@ -223,41 +259,65 @@ class Movement:
         self.writes.look_ahead(low)
         self.writes.offload(self.idle, now)
 
+    def _listen(self, now: float, busy: tuple[float, str] | None) -> None:
+        """An SSD that does not answer is out of use until it does; then a probe says whether it is well."""
+        began, silent = self.loads.oldest_read(), ""
+        if began is not None and now - began > SILENT_S:
+            silent = f"a read has been under way for {SILENT_S:.0f} s"
+        elif busy is not None and now - busy[0] > SILENT_WRITE_S:
+            silent = f"{busy[1]} has been under way for {SILENT_WRITE_S:.0f} s"
+        if self._silent and not silent:
+            self._probe_at = now
+        self._silent = bool(silent)
+        if silent and not self.link.trouble:
+            self.link.go_out_of_use(silent)
+        if silent:
+            self.writes.tell_under_way(f"the SSD is out of use: {silent}")
+
     def take_moves(self, now: float) -> list[Move]:
         """Jobs for the workers since the last call, in the order in which they are to be begun."""
         schedule = self.link.schedule
         if not self.link.trouble:
-            self.writes.hand_out_forgotten()
+            self.writes.forgetting.hand_out()
+            self.link.moves += self.link.packed.hand_out(self.link.number)
         without = [Kind.WRITE] if self.writes.waits_for_room or not self.ready or self.link.too_full else []
 
         def begin(kind: Kind, block: Block) -> Turn:
             return self.writes.begin(block) if kind is Kind.WRITE else self.loads.begin(block, now)
 
+        self.loads.feed()
         schedule.run(begin, without)
         if not self.link.trouble:
             self.verification.hand_out(now)
         moves, self.link.moves = self.link.moves, []
         return [*moves, *self.link.disk.take_jobs()]
 
-    def wrote(self, number: int, checksum: int, error: str, now: float) -> None:
-        """The report of a WriteBlock."""
-        self.writes.wrote(number, checksum, error, now)
+    def wrote(self, number: int, checksum: int, error: str, now: float, packed: int = 0) -> None:
+        """The report of a WriteBlock; `packed`: what it takes on the disk, 0 where that is its slot."""
+        if self.losing.ended_late(number):
+            return
+        self.writes.wrote(number, checksum, error, now, packed)
+
+    def vacated(self, number: int, error: str) -> None:
+        """The report of a VacateSlots."""
+        self.link.packed.vacated(number, error)
+        if error:
+            self.link.go_out_of_use(f"deleting payload: {error}")
 
     def read(self, number: int, outcome: str, now: float) -> None:
         """The report of a ReadBlock or VerifyBlock: "ok", "mismatch", or what went wrong."""
-        if not self.verification.read(number, outcome):
+        if not self.losing.ended_late(number) and not self.verification.read(number, outcome):
             self.loads.read(number, outcome, now)
-        if self._silent:
-            self._silent = False  # it answers; whether it is well, a probe says
-            self._probe_at = now
 
     def forgotten(self, number: int, error: str) -> None:
         """The report of a ForgetRecords."""
-        self.writes.forgotten(number, error)
+        self.writes.forgetting.reported(number, error)
 
     def probed(self, error: str) -> None:
         """The report of a ProbeTier."""
         self._probing = False
+        if self.link.away:
+            return
         if not error and not self._silent:
             self.link.trouble = ""
         elif error:
@@ -266,6 +326,8 @@ class Movement:
     def made(self, segment: int, error: str) -> None:
         """The report of a MakeSegment: a file is there, or could not be made."""
         segments = self.link.disk.segments
+        if segment not in segments.making:
+            return  # given up with its directory
         self.link.no_file = error
         segments.none_made = bool(error)
         if error:
@@ -276,51 +338,27 @@ class Movement:
 
     @property
     def under_way(self) -> bool:
-        """Jobs that hold slots have not been reported, or segments are being emptied for other block sizes."""
-        return bool(self.loads.under_way or self.writes.under_way or self.verification.jobs or self.link.disk.room.busy)
+        """Jobs that hold slots, or make files, have not been reported."""
+        jobs = self.loads.under_way or self.writes.under_way or self.verification.jobs
+        return bool(jobs or self.link.disk.segments.making)
 
-    def make_less(self, disk_full: bool, too_large: bool) -> None:
-        """For a payload that takes what it takes, measured now and then: nothing is written while it is too much.
+    def make_less(self, too_full: str, evict: bool) -> None:
+        """For a payload that no file bounds, measured now and then: nothing is written while it is `too_full`.
 
-        Meanwhile the coldest blocks go, LESS_SHARE of each pool a call.
+        With `evict` the coldest blocks go meanwhile, LESS_SHARE of each pool a call.
         """
         link = self.link
-        link.too_full = disk_full or too_large
-        link.no_file = (
-            "its file system has less free than ssd.free_floor" * disk_full or "it takes more than ssd.size" * too_large
-        )
-        if not link.too_full or not self.ready:
+        link.too_full, link.no_file = bool(too_full), too_full
+        if not too_full:
             return
+        self.writes.give_up_waited(f"no room on the SSD: {too_full}")
         disk = link.disk
-        for pool in disk.segments.filled():
+        for pool in disk.segments.filled() if evict and self.ready else ():
             for _ in range(int(pool.blocks * LESS_SHARE) + 1):
                 row = disk.policy.victim(pool.order)
                 if row == NONE:
                     break
                 disk.evict(row)
-
-    def lose_all(self) -> None:
-        """What was on the SSD is not there any more: its directory was set aside. Nothing may be under way."""
-        disk = self.link.disk
-        assert not self.loads.under_way, "a directory is lost while it is read"
-        assert not self.verification.jobs, "a directory is lost while it is verified"
-        for tenant in disk.tenants.values():
-            for row in list(tenant.rows.values()):
-                disk.tree.drop(row)
-        self.writes.know_no_record()
-        for number in list(disk.segments.adopting):
-            disk.segments.adopted(number)
-        for segment in list(disk.segments.live.values()):
-            disk.segments.drop(segment)
-        disk.segments.jobs.clear()
-
-    def hottest(self) -> list[Block]:
-        """Blocks that only memory has, the most recently used first: in what order they are to be saved."""
-        table, link = self.link.memory.table, self.link
-        rows = [row for row in range(len(table)) if table.state[row] == SEALED]
-        rows.sort(key=table.used.__getitem__, reverse=True)
-        blocks = [(table.namespace[row], table.key[row] or b"") for row in rows]
-        return [block for block in blocks if link.disk_row(block) == NONE]
 
     def is_only_in_memory(self, block: Block) -> bool:
         """Whether a block would be gone with memory."""
@@ -340,4 +378,5 @@ class Movement:
     def _out_of_use(self) -> None:
         self.loads.fail_all(f"the SSD is out of use: {self.link.trouble}")
         self.writes.give_up_queue()
+        self.writes.forgetting.give_up_waiting(f"the SSD is out of use: {self.link.trouble}")
         self.verification.stop_all()

@@ -73,11 +73,19 @@ class ForgetRecords:
 
 
 @dataclass(frozen=True, slots=True)
+class VacateSlots:
+    """What is in these free slots is garbage: extent and slot_bytes of each; report to `Movement.vacated`."""
+
+    number: int
+    slots: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ProbeTier:
     """Try whether files and catalogue can be written and read again; report to `Movement.probed`."""
 
 
-Move = WriteBlock | ReadBlock | VerifyBlock | ForgetRecords | ProbeTier | MakeSegment | DropSegment
+Move = WriteBlock | ReadBlock | VerifyBlock | ForgetRecords | VacateSlots | ProbeTier | MakeSegment | DropSegment
 """Segments here are files."""
 
 

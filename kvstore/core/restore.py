@@ -10,7 +10,9 @@ The policy's order is by last use, to a factor of two in age: rows are collected
 their use, and touched oldest first at the end.
 """
 
+from collections.abc import Callable
 from math import isfinite
+from typing import NamedTuple
 
 from kvstore.core.block import HINTED
 from kvstore.core.holds import Namespace
@@ -27,14 +29,34 @@ ORDER_ROWS = 2048
 """Rows put in order in one step."""
 
 
+class Described(NamedTuple):
+    """What the catalogue says of a namespace."""
+
+    tenant: str
+    digest: bytes
+    block_bytes: int
+    label: str
+    block_tokens: int
+
+
 class Restore:
     """Puts blocks back into the SSD's store. `done` makes what is left of the files free."""
 
-    def __init__(self, link: Link, now: float) -> None:
+    def __init__(
+        self, link: Link, now: float, opened: Callable[[int, Namespace], None] = lambda number, namespace: None
+    ) -> None:
+        """`opened` is told which namespace of the SSD's store a number in the catalogue is, once one needs it."""
         self.link = link
         self._now = now
+        self._opened = opened
         self.namespaces: dict[int, Namespace] = {}
         """Number in the catalogue -> the namespace of the SSD's store."""
+        self._described: dict[int, Described] = {}
+        """Those that no record has been met of."""
+        self._unusable: set[int] = set()
+        """Of those: numbers that mean something else by now, or that another number means as well."""
+        self._met: set[int] = set()
+        """Namespaces of the SSD's store in `namespaces`."""
         self._sizes: dict[int, int] = {}
         """Segments that there are, not all of which have been met in a record yet -> bytes."""
         self._by_age: list[list[int]] = [[] for _ in range(AGES)]
@@ -48,18 +70,38 @@ class Restore:
 
     def namespace(
         self, number: int, tenant: str, digest: bytes, block_bytes: int, label: str, block_tokens: int
-    ) -> bool:
-        """A namespace of the catalogue; False where nothing of it can be used any more."""
-        link = self.link
+    ) -> None:
+        """A namespace of the catalogue: it is opened when a record of it is met."""
+        self._described[number] = Described(tenant, digest, block_bytes, label, block_tokens)
+
+    def _namespace(self, number: int) -> Namespace | None:
+        """The namespace of a record; None where nothing of it can be used any more."""
+        row = self._described.get(number)
+        if row is None or number in self._unusable:
+            return self.namespaces.get(number)
+        memory = self.link.memory
         try:
-            memory = link.memory.open_namespace(link.memory.tenant(tenant), digest, block_bytes, label, block_tokens)
+            opened = memory.open_namespace(
+                memory.tenant(row.tenant), row.digest, row.block_bytes, row.label, row.block_tokens
+            )
+            found = self.link.disk_namespace(opened)
         except KVStoreError:  # a client has opened it with another block size, or there are too many
-            return False
-        found = link.disk_namespace(memory)
-        if found is None:
-            return False
+            found = None
+        if found is None or found.id in self._met:
+            self._unusable.add(number)
+            return None
+        del self._described[number]
         self.namespaces[number] = found
-        return True
+        self._met.add(found.id)
+        self._opened(number, found)
+        return found
+
+    def without_blocks(self) -> list[int]:
+        """After the last record: namespaces of the catalogue that nothing in it is of, and nobody will write by.
+
+        A namespace that is in use in this life and has no record yet gets a number of its own with its first.
+        """
+        return list(self._described)
 
     def record(
         self,
@@ -72,19 +114,20 @@ class Restore:
         used: float,
         hits: int,
         until: float,
+        packed: int = 0,
     ) -> bool:
         """A block that is there; `name` has the catalogue's number of its namespace. False: to be forgotten.
 
         Times are the daemon's clock: `used` may be below 0, `until` is 0 where there is no end.
         """
-        link, namespace, key = self.link, self.namespaces.get(name[0]), name[1]
+        link, namespace, key = self.link, self._namespace(name[0]), name[1]
         if namespace is None or key == EMPTY_KEY or key in namespace.tenant.rows:
-            return self._refuse()
+            return self.refuse()
         if not self._is_free(namespace, segment, slot):
-            return self._refuse()
+            return self.refuse()
         memory = link.joined.memory_of[namespace.id]
         if (memory.id, key) in link.removals or 0 < until <= self._now or not isfinite(until):
-            return self._refuse()
+            return self.refuse()
         if not isfinite(used):
             used = self._now
         disk, pool = link.disk, link.disk.pool(namespace)
@@ -93,13 +136,14 @@ class Restore:
         disk.table.hits[row] = hits
         if until:
             disk.tree.set_until(row, HINTED, until)
-        link.keep_checksum(row, checksum)
+        link.keep_checksum(row, checksum, packed)
         age = int(max(self._now - used, 0.0)).bit_length()
         self._by_age[min(age, AGES - 1)].append(row)
         self.restored += 1
         return True
 
-    def _refuse(self) -> bool:
+    def refuse(self) -> bool:
+        """A record that is to be forgotten."""
         self.refused += 1
         return False
 
@@ -138,7 +182,9 @@ class Restore:
             return True
         return False
 
-    def done(self) -> None:
-        """Nothing more comes: what no record has named is free."""
-        for number in list(self.link.disk.segments.adopting):
-            self.link.disk.segments.adopted(number)
+    def done(self) -> bool:
+        """Nothing more comes: what no record has named in one more file is free; True if there is more."""
+        segments = self.link.disk.segments
+        if segments.adopting:
+            segments.adopted(next(iter(segments.adopting)))
+        return bool(segments.adopting)

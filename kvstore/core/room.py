@@ -102,6 +102,14 @@ class Room:
                 self.waits_ended += 1
         return bool(self._taking or self._looking)
 
+    def give_up(self) -> None:
+        """Segments that are being emptied stay where they are."""
+        for taking in self._taking.values():
+            for segment in (*taking.full, *taking.empty):
+                self._segments.reopen(segment)
+        self._taking.clear()
+        self._looking.clear()
+
     def evict_step(self, high: float, low: float, blocks_max: int) -> bool:
         """Keeps every full pool's use between two watermarks; True if more remains to be done.
 

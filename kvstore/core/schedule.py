@@ -8,8 +8,11 @@ Shares are those of start-time fair queueing (Goyal et al., 1996): each kind has
 the bytes it has begun over its share. The most urgent kind goes first, until a less urgent one
 is BURST_BYTES behind: so a burst is served at once, and what lasts gets its share. A kind that
 wakes up starts with the one that is furthest behind: it has no claim on what it did not use. A
-kind alone has all. Only more urgent kinds can make one wait that has a place: reads never wait
-for a disk that is slow to write.
+kind alone has all, and owes nothing for it: nobody is further behind another than BEHIND_BYTES,
+whatever one did while the other was idle or could not. Only more urgent kinds can make one wait
+that has a place: reads never wait for a disk that is slow to write. But where writes have less
+than their share, prefetches have only READS_KEPT places: what is read at once is what the disk
+takes off its writes.
 """
 
 from collections.abc import Callable, Collection, Hashable
@@ -29,14 +32,18 @@ class Kind(IntEnum):
 SHARES = {Kind.LOAD: 0.6, Kind.PREFETCH: 0.25, Kind.WRITE: 0.15}
 """Of the bytes moved while all three have work."""
 
-READS_MAX, WRITES_MAX = 8, 16
-"""Jobs under way; a write is ended by a sync that many share, so more of them are."""
+READS_MAX, WRITES_MAX = 8, 32
+"""Jobs under way; a write is ended by a sync that many share, so more of them are: with 16 the writers waited for
+the sync of all that were written, and beside reads a real disk gave writes 0.6 of their share (bench/ssd_shares.py)."""
 
 READS_KEPT = 2
-"""Places among the reads that prefetches leave to demand loads."""
+"""Places among the reads that prefetches leave to demand loads; and that they have beside writes that lag behind."""
 
 BURST_BYTES = 64 << 20
 """Of virtual time: how far a less urgent kind must be behind before it goes before a more urgent one."""
+
+BEHIND_BYTES = 1 << 30
+"""Of virtual time: what a kind can have to make up for. More than the largest blocks take, less than a second."""
 
 PRIORITY_MIN, PRIORITY_MAX = -8, 8
 """Of jobs of one kind, a higher one goes first; what callers say is cut to these."""
@@ -135,6 +142,15 @@ class Scheduler(Generic[T]):
         self.queues[kind].take(job)
         return True
 
+    def clear(self, kind: Kind) -> int:
+        """Takes back all jobs of a kind that have not started; how many."""
+        queue = self.queues[kind]
+        count = len(queue.level)
+        queue.levels.clear()
+        queue.level.clear()
+        queue.bytes = 0
+        return count
+
     def run(self, begin: Callable[[Kind, T], Turn], without: Collection[Kind] = ()) -> None:
         """Begins all jobs that may; where one has to wait for something, its kind does, until the next call."""
         waiting = set(without)
@@ -148,6 +164,8 @@ class Scheduler(Generic[T]):
             if turn is Turn.BEGUN:
                 queue.served += size_bytes / SHARES[kind]
                 queue.moved_bytes += size_bytes
+                for other in self.queues.values():
+                    other.served = max(other.served, queue.served - BEHIND_BYTES)
                 continue
             queue.running -= 1
             if turn is Turn.LATER:
@@ -164,18 +182,21 @@ class Scheduler(Generic[T]):
         """The most urgent kind that may begin a job, unless another one is far behind its share."""
         chosen: Kind | None = None
         for kind, queue in self.queues.items():
-            if not queue.level or kind in waiting or not self._place(kind) or not self._due(kind, waiting):
+            if not queue.level or kind in waiting or not self._place(kind, waiting) or not self._due(kind, waiting):
                 continue
             if chosen is None or queue.served + BURST_BYTES < self.queues[chosen].served:
                 chosen = kind
         return chosen
 
-    def _place(self, kind: Kind) -> bool:
+    def _place(self, kind: Kind, waiting: Collection[Kind]) -> bool:
+        """Whether one more of a kind may be under way."""
+        loads, prefetches, writes = (self.queues[each] for each in Kind)
         if kind is Kind.WRITE:
-            return self.queues[kind].running < WRITES_MAX
-        prefetches = self.queues[Kind.PREFETCH].running
-        full = self.queues[Kind.LOAD].running + prefetches >= READS_MAX
-        return not full and (kind is Kind.LOAD or prefetches < READS_MAX - READS_KEPT)
+            return writes.running < WRITES_MAX
+        if loads.running + prefetches.running >= READS_MAX:
+            return False
+        lag = writes.level and Kind.WRITE not in waiting and writes.served + BURST_BYTES < prefetches.served
+        return kind is Kind.LOAD or prefetches.running < (READS_KEPT if lag else READS_MAX - READS_KEPT)
 
     def _due(self, kind: Kind, waiting: Collection[Kind]) -> bool:
         """Whether a kind has not had more than its share beside more urgent ones that want more."""

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from kvstore.core.block import NONE, BlockTable
 from kvstore.core.holds import Namespace, Tenant
+from kvstore.core.tree import Numbers
 from kvstored.v1.shm import HOST, SSD
 
 
@@ -20,6 +21,11 @@ class TieredIndex(Protocol):
         self, tenant: int, key: bytes, ref: int, offset: int, length: int, namespace: int, flags: int = HOST
     ) -> None:
         """Readers may find the block from now on; in memory only if `flags` has HOST."""
+
+    def fill(
+        self, tenant: int, keys: list[bytes], refs: Numbers, offsets: Numbers, lengths: Numbers, namespaces: Numbers
+    ) -> None:
+        """Publishes many of a tenant that has none, all of them in memory alone."""
 
     def withdraw(self, tenant: int, key: bytes) -> None:
         """No reader may find the block from now on, or count a copy that is not finished."""
@@ -83,6 +89,12 @@ class HostSide:
         else:
             joined.index.move(tenant, key, ref, offset, length, namespace, HOST | SSD)
 
+    def fill(
+        self, tenant: int, keys: list[bytes], refs: Numbers, offsets: Numbers, lengths: Numbers, namespaces: Numbers
+    ) -> None:
+        assert tenant not in self._joined.disk_tenants, "the SSD's blocks come after memory's"
+        self._joined.index.fill(tenant, keys, refs, offsets, lengths, namespaces)
+
     def withdraw(self, tenant: int, key: bytes) -> None:
         joined = self._joined
         row = joined.disk_row(tenant, key)
@@ -109,6 +121,11 @@ class SsdSide:
             joined.index.flag(memory.tenant.id, key, HOST | SSD)
         else:
             joined.index.publish(memory.tenant.id, key, 0, 0, length, memory.id, SSD)
+
+    def fill(
+        self, tenant: int, keys: list[bytes], refs: Numbers, offsets: Numbers, lengths: Numbers, namespaces: Numbers
+    ) -> None:
+        raise AssertionError("the SSD's blocks come one by one")
 
     def withdraw(self, tenant: int, key: bytes) -> None:
         joined = self._joined

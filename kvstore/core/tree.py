@@ -8,7 +8,9 @@ withdrawn first when it goes.
 
 import heapq
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
 
 from kvstore.core.block import HINTED, HITS_MAX, MISSING, NONE, PINNED, SEALED, BlockTable
 from kvstore.core.evict import Policy, PoolOrder
@@ -47,11 +49,20 @@ SIFT_STEP = 4
 """Times sifted with each that is set: a million at once would be half a second."""
 
 
+Numbers = NDArray[Any]
+"""One for each block."""
+
+
 class IndexPort(Protocol):
     """Where visible blocks are published: the shared-memory index, or a dict in tests."""
 
     def publish(self, tenant: int, key: bytes, ref: int, offset: int, length: int, namespace: int) -> None:
         """Readers may find the block from now on."""
+
+    def fill(
+        self, tenant: int, keys: list[bytes], refs: Numbers, offsets: Numbers, lengths: Numbers, namespaces: Numbers
+    ) -> None:
+        """Publishes many of a tenant that has none, before anybody reads."""
 
     def withdraw(self, tenant: int, key: bytes) -> None:
         """No reader may find the block from now on, or count a copy that is not finished."""
@@ -78,7 +89,7 @@ class PrefixTree:
         self.ledger: Ledger | None = None
         self.used_rows: set[int] = set()
         """Of these the ledger does not know yet when they were used."""
-        self._index = index
+        self.index = index
         self._namespaces = namespaces
 
     # -- coming
@@ -108,7 +119,7 @@ class PrefixTree:
         if self.ledger is not None:
             self.ledger.sealed(ref, key, parent_key, namespace.id, table.depth[row], now, now)
         offset = (ref & 0xFFFFFFFF) * pool.slot_bytes
-        self._index.publish(tenant.id, key, ref, offset, namespace.block_bytes, namespace.id)
+        self.index.publish(tenant.id, key, ref, offset, namespace.block_bytes, namespace.id)
         return row
 
     def list_new(self, pool: Pool, new: list[int], now: float) -> None:
@@ -208,7 +219,7 @@ class PrefixTree:
             self.ledger.gone(table.place[row])
         namespace = self._namespaces[table.namespace[row] - 1]
         tenant, pool = namespace.tenant, self.pool_of(row)
-        self._index.withdraw(tenant.id, key)
+        self.index.withdraw(tenant.id, key)
         del tenant.rows[key]
         namespace.blocks -= 1
         table.key[row] = None

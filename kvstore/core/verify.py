@@ -151,6 +151,15 @@ class Verification:
         self._settle(sweep)
         return True
 
+    def leave_behind(self) -> None:
+        """Gives up reads under way, whose memory is their own."""
+        for number, sweep in list(self.jobs.items()):
+            _, job = sweep.under_way.pop(number)
+            self.link.on_disk.release(job.namespace.tenant, job.extent)
+            sweep.failed += 1
+            self._settle(sweep)
+        self.jobs.clear()
+
     def _settle(self, sweep: Sweep) -> None:
         """Ends a sweep of which nothing is left; once, whoever else has ended it meanwhile."""
         if sweep in self.sweeps and not sweep.waiting and not sweep.under_way:

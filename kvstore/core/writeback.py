@@ -14,16 +14,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.core.block import HINTED, NONE, SEALED
-from kvstore.core.holds import Namespace
+from kvstore.core.forgetting import Forgetting
+from kvstore.core.holds import Namespace, Tenant
 from kvstore.core.idle import IdleConversations
+from kvstore.core.kept import Kept
 from kvstore.core.link import OPENING, Block, Link
-from kvstore.core.moves import ForgetRecords, Name, WriteBlock
+from kvstore.core.moves import Name, WriteBlock
 from kvstore.core.schedule import PRIORITY_MAX, PRIORITY_MIN, Kind, Turn
 
 FULL = "the queue of write-backs is full (it takes half of host.size): put less at a time, or again a little later"
-
-FORGET_MAX = 256
-"""Records deleted together."""
 
 AHEAD_SHARE = 0.15
 """Of a pool's slots, its coldest: written ahead by `evict`. More than one round of eviction takes between the
@@ -60,6 +59,12 @@ class Writing:
     job: WriteBlock
     cancelled: bool = False
     """The block was removed meanwhile: its record must not stay."""
+    again: bool = False
+    """And then it was stored anew: it is to be written when that record is gone."""
+    durables: list[Durable] = field(default_factory=list)
+    """Who waited for it when it was removed."""
+    kept: list[int] = field(default_factory=list)
+    """The slots that were held for them."""
 
 
 class WriteBack:
@@ -74,18 +79,9 @@ class WriteBack:
         self.numbers: dict[Block, int] = {}
         """Of blocks that are being written."""
         self._durables: dict[Block, list[Durable]] = {}
-        self._kept: dict[Block, int] = {}
-        """Blocks of `_durables` that are held until they are written -> their slot."""
-        self._former: dict[int, Name] = {}
-        """Extent -> whose record may still speak of it."""
-        self._forgetting: dict[Name, int] = {}
-        """Records whose deletion was not reported yet -> their extent."""
-        self._to_forget: dict[Name, None] = {}
-        self._batches: dict[int, tuple[Name, ...]] = {}
-        self._replacing: set[Name] = set()
-        """Records that a write under way deletes, too."""
-        self._replaced: set[Name] = set()
-        """Of those: their deletion has been reported, and waits for that write."""
+        self._kept = Kept(link)
+        """Blocks of `_durables`, as far as they may be held."""
+        self.forgetting = Forgetting(link, self._may_be_written, self._unwanted)
         self._after: dict[Name, Block] = {}
         """Blocks to be written when their old record is gone: its deletion must not meet the new one."""
         self._waits_for_room = False
@@ -118,7 +114,9 @@ class WriteBack:
 
     def offer(self, block: Block, priority: int = 0) -> bool:
         """Queues one block; False where it is not going to be written."""
-        link = self.link
+        link, writing = self.link, self._writing(block)
+        if writing is not None and writing.cancelled:
+            writing.again = True
         if self._known(block):
             return True
         if link.trouble not in ("", OPENING) or not link.schedule.offer(Kind.WRITE, block, self._size(block), priority):
@@ -183,6 +181,10 @@ class WriteBack:
         link = self.link
         return link.disk_row(block) != NONE or block in self.numbers or link.schedule.waits(Kind.WRITE, block)
 
+    def _writing(self, block: Block) -> Writing | None:
+        number = self.numbers.get(block)
+        return None if number is None else self.under_way[number]
+
     def _size(self, block: Block) -> int:
         memory = self.link.memory
         return memory.pool(memory.namespaces[block[0] - 1]).slot_bytes
@@ -198,7 +200,9 @@ class WriteBack:
                 continue
             if link.memory_row(block) == NONE:
                 waiter.why = "a block was evicted before it was written"
-            elif block in self.numbers or self._queue_first(block):
+            elif link.trouble not in ("", OPENING):
+                waiter.why = link.trouble  # also of one under way: it may take for ever
+            elif self._queue_first(block):
                 waiter.left.add(block)
             else:
                 waiter.why = link.trouble or FULL
@@ -216,22 +220,19 @@ class WriteBack:
         if block not in self._durables or block in self._kept or row == NONE:
             return
         if on_memory.may_hold(namespace, 1) and self._within_share(namespace):
-            self._kept[block] = on_memory.hold(namespace.tenant, row)
-
-    def _let_go(self, block: Block) -> None:
-        """Nobody waits for that block any more."""
-        ref = self._kept.pop(block, None)
-        if ref is not None:
-            self.link.on_memory.release(self.link.memory.namespaces[block[0] - 1].tenant, ref)
+            self._kept.keep(block, row)
 
     def forget_waiter(self, waiter: Durable) -> None:
         """Nobody waits any more."""
         for block in waiter.left:
-            waiters = self._durables[block]
+            waiters = self._durables.get(block, [])
+            if waiter not in waiters:  # it was removed while it was written
+                self.under_way[self.numbers[block]].durables.remove(waiter)
+                continue
             waiters.remove(waiter)
             if not waiters:
                 del self._durables[block]
-                self._let_go(block)
+                self._kept.let_go(block)
         waiter.left.clear()
 
     def _queue_first(self, block: Block) -> bool:
@@ -247,8 +248,18 @@ class WriteBack:
         return self.offer(block, PRIORITY_MAX)
 
     def _tell(self, block: Block, why: str) -> None:
-        self._let_go(block)
-        for waiter in self._durables.pop(block, ()):
+        self._kept.let_go(block)
+        self._tell_all(block, self._durables.pop(block, ()), why)
+
+    def _tell_removed(self, block: Block, writing: Writing) -> None:
+        """Whoever waited for a block that was removed while it was written."""
+        for ref in writing.kept:
+            self.link.on_memory.release(self.link.memory.namespaces[block[0] - 1].tenant, ref)
+        self._tell_all(block, writing.durables, "a block was removed before it was written")
+
+    @staticmethod
+    def _tell_all(block: Block, waiters: Iterable[Durable], why: str) -> None:
+        for waiter in waiters:
             waiter.left.discard(block)
             waiter.why = waiter.why or why
             if not waiter.left:
@@ -272,12 +283,12 @@ class WriteBack:
             self._drop(block, "its namespace cannot be on the SSD (another block size there, or too many namespaces)")
             return Turn.OVER
         name = (namespace.id, block[1])
-        if name in self._forgetting:
+        if name in self.forgetting:
             self._after[name] = block
             return Turn.OVER
         if not self._may_hold(source_namespace):
             return Turn.LATER
-        extent = link.on_disk.take(namespace)
+        extent = link.packed.take(namespace)
         if extent is None:
             return self._no_extent(block)
         table = memory.table
@@ -295,10 +306,8 @@ class WriteBack:
             used=table.used[row],
             hits=table.hits[row],
             until=memory.tree.until.get(row * 4 + HINTED, 0.0),
-            replaces=self._former.get(extent),
+            replaces=self.forgetting.write_begins(extent),
         )
-        if job.replaces is not None:
-            self._replacing.add(job.replaces)
         self.under_way[job.number] = Writing(block, job)
         self.numbers[block] = job.number
         link.moves.append(job)
@@ -309,12 +318,19 @@ class WriteBack:
         return not self.under_way or self._within_share(namespace)
 
     def _within_share(self, namespace: Namespace) -> bool:
-        session = self.link.on_memory.session(namespace.tenant)
-        whole = self.link.memory.segments.tenant_bytes(namespace.tenant.id)
-        return session.held_bytes <= whole * HELD_SHARE
+        """Of its own holds: those of loads, which hold twice as much, must not have it write one by one."""
+        tenant, namespaces = namespace.tenant, self.link.memory.namespaces
+        held_bytes = self._kept.bytes_of(tenant) + sum(
+            writing.job.slot_bytes
+            for writing in self.under_way.values()
+            if writing.block not in self._kept and namespaces[writing.block[0] - 1].tenant is tenant
+        )
+        return held_bytes <= self.link.memory.segments.tenant_bytes(tenant.id) * HELD_SHARE
 
     def _no_extent(self, block: Block) -> Turn:
         """No place in the files: it waits while one is being made, else it is not written."""
+        if self.link.packed.waits:
+            return Turn.LATER
         if self.link.disk.room.pending:
             self._waits_for_room = True
             return Turn.LATER
@@ -330,30 +346,31 @@ class WriteBack:
         """The next write would find no extent: none begins until a file is made."""
         return self._waits_for_room and self.link.disk.room.pending
 
-    def wrote(self, number: int, checksum: int, error: str, now: float) -> None:
+    def wrote(self, number: int, checksum: int, error: str, now: float, packed: int = 0) -> None:
         """The report of a WriteBlock."""
         link, writing = self.link, self.under_way.pop(number)
         job, block = writing.job, writing.block
         del self.numbers[block]
         link.schedule.ended(Kind.WRITE)
+        link.packed.ended(job.extent, packed)
         link.on_memory.release(link.memory.namespaces[block[0] - 1].tenant, job.source)
         if job.replaces is not None:
-            self._replacing.remove(job.replaces)
-            if job.replaces in self._replaced:
-                self._replaced.remove(job.replaces)
-                self._gone(job.replaces)
+            self.forgetting.write_ended(job.replaces)
+        self._tell_removed(block, writing)
         if error:
             self._take_back(job)
             link.counts.write_errors += 1
+            self._missed = len(link.memory.table)
             self._tell(block, f"the SSD is out of use: writing: {error}")
             link.go_out_of_use(f"writing: {error}")
         elif writing.cancelled:
             self._take_back(job)
-            self._tell(block, "a block was removed before it was written")
+            if writing.again:
+                self._after[job.namespace.id, job.key] = block
         else:
-            self._keep(block, job, checksum, now)
+            self._keep(block, job, checksum, packed, now)
 
-    def _keep(self, block: Block, job: WriteBlock, checksum: int, now: float) -> None:
+    def _keep(self, block: Block, job: WriteBlock, checksum: int, packed: int, now: float) -> None:
         """The record is safe: the block is on the SSD."""
         disk, session = self.link.disk, self.link.on_disk.session(job.namespace.tenant)
         ttl_s = max(job.until - now, TTL_S_MIN) if job.until else 0.0
@@ -362,7 +379,7 @@ class WriteBack:
             self._take_back(job)
             self._tell(block, "its key is another namespace's")
             return
-        self.link.keep_checksum(new[0], checksum)
+        self.link.keep_checksum(new[0], checksum, packed)
         disk.table.hits[new[0]] = job.hits
         self.link.counts.written += 1
         self.link.counts.written_bytes += job.namespace.block_bytes
@@ -371,74 +388,87 @@ class WriteBack:
     def _take_back(self, job: WriteBlock) -> None:
         """An extent that holds nothing; its record, if one was written, must go."""
         self.link.on_disk.give_back(job.namespace.tenant, job.extent)
-        self.left_disk((job.namespace.id, job.key), job.extent)
+        self.forgetting.left((job.namespace.id, job.key), job.extent)
 
     def _drop(self, block: Block, why: str) -> None:
         """A block that is not written after all."""
         self.link.counts.writes_dropped += 1
         self._tell(block, why)
 
+    def give_up_waited(self, why: str) -> None:
+        """Nothing is written for now: whoever waits for it is told."""
+        for block in list(self._durables):
+            if self.link.schedule.waits(Kind.WRITE, block):
+                self.link.schedule.withdraw(Kind.WRITE, block)
+                self._drop(block, why)
+
     def give_up_queue(self) -> None:
-        """The SSD is out of use: what waits is not written."""
-        waiting = list(self.link.schedule.queues[Kind.WRITE].level)
-        for block in waiting:
-            self.link.schedule.withdraw(Kind.WRITE, block)
-        for block in (*waiting, *self._after.values()):
-            self._drop(block, f"the SSD is out of use: {self.link.trouble}")
+        """The SSD is out of use: what waits is not written. It may be very many, so only who waits for it is met."""
+        self.link.counts.writes_dropped += self.link.schedule.clear(Kind.WRITE) + len(self._after)
         self._after.clear()
+        self._missed = len(self.link.memory.table)
+        for block in [block for block in self._durables if block not in self.numbers]:
+            self._tell(block, f"the SSD is out of use: {self.link.trouble}")
 
     # -- what goes
 
     def left_memory(self, block: Block) -> None:
         """A block leaves memory; one that is being written is held, so it was not evicted but removed."""
-        number = self.numbers.get(block)
-        if number is not None:
-            self.under_way[number].cancelled = True
-
-    def left_disk(self, name: Name, extent: int) -> None:
-        """A block leaves the SSD's store: its record is to be deleted before, or with, the next write there."""
-        assert name not in self._forgetting, "a record that is to be deleted was written anew"
-        self._former[extent] = name
-        self._forgetting[name] = extent
-        self._to_forget[name] = None
-
-    def hand_out_forgotten(self) -> None:
-        """Records to be deleted, as jobs."""
-        while self._to_forget:
-            names = tuple(list(self._to_forget)[:FORGET_MAX])
-            for name in names:
-                del self._to_forget[name]
-            number = self.link.number()
-            self._batches[number] = names
-            self.link.moves.append(ForgetRecords(number, names))
-
-    def forgotten(self, number: int, error: str) -> None:
-        """The report of a ForgetRecords."""
-        names = self._batches.pop(number, ())
-        if error:
-            self._to_forget.update(dict.fromkeys(names))
-            self.link.go_out_of_use(f"deleting records: {error}")
+        writing = self._writing(block)
+        if writing is None:
             return
-        for name in names:
-            if name in self._replacing:
-                self._replaced.add(name)
-            else:
-                self._gone(name)
+        writing.cancelled, writing.again = True, False
+        # Who waits from now on waits for another block. The slot is let go of with the write: this one is leaving.
+        writing.durables += self._durables.pop(block, [])
+        if block in self._kept:
+            writing.kept.append(self._kept.take(block))
 
-    def _gone(self, name: Name) -> None:
+    def _unwanted(self) -> set[Name]:
+        """Records that are being written and must not stay."""
+        return {(w.job.namespace.id, w.job.key) for w in self.under_way.values() if w.cancelled}
+
+    def _may_be_written(self, name: Name) -> None:
         """Nothing under way deletes that record any more: it may be written anew."""
-        extent = self._forgetting.pop(name)
-        if self._former.get(extent) == name:
-            del self._former[extent]
         block = self._after.pop(name, None)
         if block is not None and not self.offer(block, PRIORITY_MAX):
             self._tell(block, self.link.trouble or FULL)
 
-    def know_no_record(self) -> None:
-        """All records are gone with the directory they were in; nothing may be under way."""
+    def tell_under_way(self, why: str) -> None:
+        """Whoever waits for what is being written waits no longer: it takes too long."""
+        for writing in self.under_way.values():
+            self._tell(writing.block, why)
+            self._tell_all(writing.block, writing.durables, why)
+            writing.durables = []
+
+    def leave_behind(self, why: str) -> dict[int, tuple[Tenant, int]]:
+        """Gives up what is under way; number of each write -> the slot that it must keep until its report."""
+        link, left = self.link, {}
+        for number, writing in self.under_way.items():
+            job, tenant = writing.job, link.memory.namespaces[writing.block[0] - 1].tenant
+            left[number] = (tenant, job.source)
+            link.schedule.ended(Kind.WRITE)
+            if job.replaces is not None:
+                self.forgetting.write_ended(job.replaces)
+            link.on_disk.give_back(job.namespace.tenant, job.extent)
+            if writing.cancelled:
+                link.removals.remove(link.joined.memory_of[job.namespace.id], [job.key])
+            self._tell_removed(writing.block, writing)
+            self._tell(writing.block, why)
+        self.under_way.clear()
+        self.numbers.clear()
+        return left
+
+    def know_less(self, records_max: int) -> bool:
+        """All records are gone with the directory they were in; forgets so many of them, True if there are more.
+
+        Where it turns up again, what was to be deleted from it is not to be found there. Nothing may be under way.
+        """
         assert not self.under_way, "records are lost while one is being written"
-        for known in (self._former, self._forgetting, self._to_forget, self._batches):
-            known.clear()
+        self._missed = len(self.link.memory.table)
+        link = self.link
+        for space, key in self.forgetting.lose_step(records_max):
+            link.removals.remove(link.joined.memory_of[space], [key])
+        return bool(self.forgetting.names or self.forgetting.former)
 
     def is_coming(self, block: Block) -> bool:
         """Whether it waits to be written, is being written, or waits for its former record to be deleted."""
@@ -455,5 +485,5 @@ class WriteBack:
 
     @property
     def forgets_nothing(self) -> bool:
-        """Every record that was to be deleted is."""
-        return not (self._to_forget or self._batches)
+        """Every record that was to be deleted is, and none is being written that will have to be."""
+        return self.forgetting.nothing and not any(writing.cancelled for writing in self.under_way.values())

@@ -19,10 +19,11 @@ from kvstore.core.reclaim import Reclaimed
 from kvstore.core.segments import FREE, GRANTED, QUARANTINED, Segment
 from kvstore.core.store import Store
 from kvstore.logs import logger
-from kvstore.server import stats
+from kvstore.server import removing, stats
 from kvstore.server.audit import Who
 from kvstore.server.calls import Node, SsdPort, checked_keys, checked_tenant
 from kvstore.server.peer import Peer
+from kvstore.server.removing import Removed
 from kvstored.v1 import DIGEST_PREFIX_BYTES_MIN, KEY_BYTES
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.errors import FailedPrecondition, InvalidArgument, KVStoreError, Unauthenticated
@@ -279,14 +280,20 @@ async def evict(node: Node, request: pb.EvictRequest, who: Who) -> pb.EvictReply
     """Drops what is asked for and held by nobody. A caller that hangs up stops it where it is."""
     done, what = Reclaimed(), request.WhichOneof("what")
     outcome, tiers = "stopped", _evict_from(node, request)
+    from_disk = None if isinstance(tiers, reclaim.InMemory) else Removed(None, None)
     try:
         if what == "keys":
-            await _evict_keys(tiers, _tenant(node, request.tenant), list(checked_keys(request.keys.keys)), done)
+            tenant, keys = _tenant(node, request.tenant), list(checked_keys(request.keys.keys))
+            from_disk = from_disk and Removed(_spaces_of(node, tenant, keys), keys)
+            await _evict_keys(tiers, tenant, keys, done)
         elif what == "namespace":
             namespace = _whole_namespace(node, request)
+            from_disk = from_disk and Removed([namespace.id], None)
             await _evict_rows(tiers.rows_steps(None, namespace), done)
         elif request.size_bytes or request.all:
             tenant = _tenant(node, request.tenant) if request.tenant else None
+            if tenant is not None:
+                from_disk = from_disk and Removed([space.id for space in tenant.namespaces.values()], None)
             if request.tenant and tenant is None:
                 pass  # nobody has ever used it, so there is nothing
             elif what == "all":
@@ -304,7 +311,17 @@ async def evict(node: Node, request: pb.EvictRequest, who: Who) -> pb.EvictReply
         if outcome != "nothing":
             _log_evicted(request, outcome, tiers.sums(done), who)
         node.jobs_ready()
-    return pb.EvictReply(**vars(tiers.sums(done)))
+    removed = removing.begin(node, from_disk, removing.CLEARED_S) if from_disk is not None else None
+    return pb.EvictReply(**vars(tiers.sums(done)), not_on_disk_yet=await removed.decided() if removed else "")
+
+
+def _spaces_of(node: Node, tenant: Tenant | None, keys: Sequence[bytes]) -> set[int]:
+    """The namespaces that these keys have blocks in, by number."""
+    if tenant is None:
+        return set()
+    tiers = _tiers(node, tenant)
+    found = ((store, of.rows[key]) for key in keys for store, of in tiers if key in of.rows)
+    return {_namespace_of(node, store, row).id for store, row in found}
 
 
 def _log_evicted(request: pb.EvictRequest, outcome: str, done: Reclaimed, who: Who) -> None:

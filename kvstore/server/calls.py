@@ -15,6 +15,7 @@ from typing import Protocol
 from kvstore.core import holds, refusals
 from kvstore.core.holds import Namespace, Session, Tenant
 from kvstore.core.movement import Movement
+from kvstore.core.moves import Name
 from kvstore.core.store import STORED, Store
 from kvstore.server.audit import Refusals
 from kvstore.server.bound import Bindings
@@ -24,8 +25,6 @@ from kvstored.v1 import KEY_BYTES, KEYS_MAX
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 
-CLEAR_ROWS = 1024
-CLEAR_ROUNDS_MAX = 4
 MEMORY_WAIT_S = 0.8
 """How long a reservation may wait for memory that is being prefaulted; with the message itself below 1 s."""
 
@@ -60,6 +59,21 @@ class SsdPort(Protocol):
     async def verify(self, cursor: int, blocks_max: int) -> pb.VerifyReply: ...
 
 
+class PersistPort(Protocol):
+    """Memory that outlives the daemon."""
+
+    def stats(self) -> pb.PersistStats: ...
+    def degraded(self) -> list[str]: ...
+
+
+class RemovalsPort(Protocol):
+    """Where removals are written down that the SSD cannot be told of at present."""
+
+    def last_record(self) -> int: ...
+    async def note(self, tenant: str, digest: bytes, keys: Sequence[bytes] | None, upto: int) -> str: ...
+    async def note_all(self, names: Sequence[Name]) -> str: ...
+
+
 @dataclass
 class Node:
     """What every edge shares: the store and the bytes behind it, and how the daemon is told of work."""
@@ -82,6 +96,10 @@ class Node:
     """Between memory and the SSD, where there is one."""
     ssd: SsdPort | None = None
     """What is asked of that tier as a whole."""
+    persist: PersistPort | None = None
+    """Where memory outlives the daemon."""
+    removals: RemovalsPort | None = None
+    """Where there is an SSD."""
     protocol_errors: int = 0
     internal_errors: int = 0
     """Exceptions in calls that are bugs of the daemon; any makes it unhealthy for a while (readiness.py)."""
@@ -102,7 +120,7 @@ class Node:
 
     def degraded(self) -> list[str]:
         """What is out of use, or not as it should be, while all that is asked of the daemon works."""
-        return self.ssd.degraded() if self.ssd is not None else []
+        return [why for part in (self.ssd, self.persist) if part is not None for why in part.degraded()]
 
 
 def checked_keys(keys: Sequence[bytes]) -> Sequence[bytes]:
@@ -312,16 +330,6 @@ def used(node: Node, tenant: Tenant, keys: Sequence[bytes], conversation: str = 
         node.moving.touch(tenant, keys, now)
 
 
-def remove(node: Node, tenant: Tenant, request: pb.RemoveRequest) -> pb.RemoveReply:
-    """From all tiers; a block counts once."""
-    namespace = node.store.namespace(tenant, request.namespace_id)
-    keys, removed = checked_keys(request.keys), 0
-    if node.moving is not None:
-        removed = node.moving.remove_from_disk(namespace, keys)
-        node.store.counts.removed += removed
-    return pb.RemoveReply(removed=removed + node.store.remove(namespace, keys))
-
-
 def pin(node: Node, tenant: Tenant, request: pb.PinRequest) -> pb.PinReply:
     """In all tiers; a block counts once."""
     namespace = node.store.namespace(tenant, request.namespace_id)
@@ -338,42 +346,6 @@ def unpin(node: Node, tenant: Tenant, request: pb.UnpinRequest) -> pb.UnpinReply
     if node.moving is not None:
         unpinned = node.moving.unpin_on_disk(namespace, keys)
     return pb.UnpinReply(unpinned=unpinned + node.store.unpin(namespace, keys))
-
-
-async def clear(node: Node, tenant: Tenant, request: pb.ClearRequest) -> pb.ClearReply:
-    """Clears in bounded steps; blocks committed to the namespace meanwhile may or may not survive.
-
-    The SSD comes first, so that nothing of it is loaded into memory that was cleared already; and once more
-    after memory, for what was being written meanwhile, until there was nothing.
-    """
-    namespace = node.store.namespace(tenant, request.namespace_id)
-    counts, removed = node.store.counts, 0
-    for round_ in range(CLEAR_ROUNDS_MAX):
-        dropped, only = await _clear_disk(node, namespace)
-        counts.removed += only
-        removed += only
-        if round_ and not dropped:
-            break
-        at: int | None = 0
-        while at is not None:
-            before = counts.removed
-            at = node.store.clear_step(namespace, at, CLEAR_ROWS)
-            removed += counts.removed - before
-            await asyncio.sleep(0)
-        if node.moving is None:
-            break
-    return pb.ClearReply(removed=removed)
-
-
-async def _clear_disk(node: Node, namespace: Namespace) -> tuple[int, int]:
-    """How many copies went from the SSD, and of how many blocks they were the only ones."""
-    dropped, only = 0, 0
-    at: int | None = 0
-    while at is not None and node.moving is not None:
-        at, copies, blocks = node.moving.clear_step(namespace, at, CLEAR_ROWS)
-        dropped, only = dropped + copies, only + blocks
-        await asyncio.sleep(0)
-    return dropped, only
 
 
 def health(node: Node) -> pb.HealthReply:

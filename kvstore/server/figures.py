@@ -46,6 +46,7 @@ class Operation:
     calls_hit: int = 0
     hits: int = 0
     misses: int = 0
+    busy: int = 0
     size_bytes: int = 0
     seconds: float = 0.0
     latencies: list[int] = field(default_factory=lambda: [0] * BUCKETS)
@@ -84,11 +85,19 @@ class Figures:
             self._add(report, namespace)
 
     def saw(
-        self, name: str, namespace: Namespace, found: int, asked: int, seconds: float, tier: pb.Tier = pb.TIER_HOST
+        self,
+        name: str,
+        namespace: Namespace,
+        found: int,
+        asked: int,
+        seconds: float,
+        tier: pb.Tier = pb.TIER_HOST,
+        busy: int = 0,
     ) -> None:
         """The daemon itself answered a call that found `found` of `asked` blocks, for a caller that tells nothing.
 
-        `tier`: the slowest that one of them came from.
+        `tier`: the slowest that one of them came from. `busy`: blocks of the others that are there,
+        and were not brought to memory as too much was being loaded or held.
         """
         if not asked:
             return
@@ -99,7 +108,8 @@ class Figures:
             calls=1,
             calls_hit=1 if found else 0,
             hits=found,
-            misses=asked - found,
+            misses=asked - found - busy,
+            busy=busy,
             seconds=seconds,
             latencies=latencies,
             tier=tier,
@@ -116,6 +126,7 @@ class Figures:
         kept.calls_hit += report.calls_hit
         kept.hits += report.hits
         kept.misses += report.misses
+        kept.busy += report.busy
         kept.seconds = min(kept.seconds + report.seconds, SECONDS_MAX)
         for i, calls in enumerate(report.latencies):
             kept.latencies[i] += calls
@@ -124,6 +135,7 @@ class Figures:
             kept.size_bytes += report.hits * namespace.block_bytes
             counts.hits += report.hits
             counts.misses += report.misses
+            counts.busy += report.busy
             counts.hit_bytes += report.hits * namespace.block_bytes
             counts.hit_tokens += hit_tokens
             counts.miss_tokens += miss_tokens
@@ -165,6 +177,7 @@ class Figures:
                 calls_hit=_carried(kept.calls_hit),
                 hits=_carried(kept.hits),
                 misses=_carried(kept.misses),
+                busy=_carried(kept.busy),
                 size_bytes=_carried(kept.size_bytes),
                 seconds=kept.seconds,
                 latencies=map(_carried, kept.latencies),

@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 
 from kvstore.core.holds import Session, Tenant
 from kvstore.core.store import Store
-from kvstore.server import admin, calls, loads
+from kvstore.server import admin, calls, loads, removing
 from kvstore.server.auth import ANY_TENANT
 from kvstore.server.calls import Node
 from kvstore.server.grpc_caller import Caller
@@ -207,10 +207,10 @@ CALLS: dict[str, Call] = {
     "OpenNamespace": Call(pb.OpenNamespaceRequest, _of_tenant(calls.open_namespace)),
     "Match": Call(pb.MatchRequest, _of_tenant(calls.match)),
     "Touch": Call(pb.TouchRequest, _of_tenant(calls.touch)),
-    "Remove": Call(pb.RemoveRequest, _changing(calls.remove)),
+    "Remove": Call(pb.RemoveRequest, _changing(removing.remove)),
     "Pin": Call(pb.PinRequest, _changing(calls.pin)),
     "Unpin": Call(pb.UnpinRequest, _changing(calls.unpin)),
-    "Clear": Call(pb.ClearRequest, _changing(calls.clear), STREAMS),
+    "Clear": Call(pb.ClearRequest, _changing(removing.clear), STREAMS),
     "Health": Call(pb.HealthRequest, lambda node, _, __: calls.health(node)),
     "Reserve": Call(pb.ReserveRequest, _reserve, give_back=_give_back_slots),
     "Commit": Call(pb.CommitRequest, _commit, give_back=_give_back_slots),

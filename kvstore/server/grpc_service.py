@@ -253,7 +253,7 @@ class GrpcEdge:
                 namespace = self.node.store.namespaces[request.namespace_id - 1]
                 found = reply.blocks if name == "Match" else len(reply.slots)
                 tier = max(reply.tiers, default=pb.TIER_HOST) if name == "Match" else pb.TIER_HOST  # the slowest
-                self._saw(caller, name, (namespace, found, len(request.keys), tier), began)
+                self._saw(caller, name, (namespace, found, len(request.keys), tier, 0), began)
             if self.node.store.segments.jobs:
                 self.node.jobs_ready()
             return reply.SerializeToString() if call.give_back is None else None
@@ -319,8 +319,8 @@ class GrpcEdge:
 
     def _saw(self, caller: Caller, name: str, outcome: Outcome, began: float) -> None:
         if not caller.reports:
-            namespace, found, asked, tier = outcome
-            self.node.figures.saw(name, namespace, found, asked, time.perf_counter() - began, tier)
+            namespace, found, asked, tier, busy = outcome
+            self.node.figures.saw(name, namespace, found, asked, time.perf_counter() - began, tier, busy)
 
     # -- streams
 

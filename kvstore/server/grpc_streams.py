@@ -41,7 +41,7 @@ LATE_S = 1.0
 GET_AGAIN_S = 0.05
 """Until a Get looks again that may hold nothing at present."""
 
-Outcome = tuple[Namespace, int, int, pb.Tier]
+Outcome = tuple[Namespace, int, int, pb.Tier, int]
 """Of a stream: its namespace, blocks found or stored, blocks asked for, and the slowest tier that one came from."""
 
 
@@ -168,12 +168,12 @@ class PutStream:
         if existing:
             calls.used(self._node, self._session.tenant, existing)
             self._node.store.counts.existing += len(existing)
-            self._save(existing)
+            await self._save_existing(existing)
 
     def outcome(self) -> Outcome:
         """Blocks stored or found to exist count as found."""
         stored = len(self._results) - self._results.count(pb.REJECTED)
-        return self._namespace, stored, len(self._header.keys), pb.TIER_HOST
+        return self._namespace, stored, len(self._header.keys), pb.TIER_HOST, 0
 
     def _kept_blocks(self) -> int:
         """How many blocks memory surely keeps until they are on the SSD."""
@@ -189,6 +189,15 @@ class PutStream:
             self._saving = Saving(self._node.moving)
         self._saving.add(self._namespace, keys)
         self._node.jobs_ready()
+
+    async def _save_existing(self, keys: Sequence[bytes]) -> None:
+        """In portions as well: what waits for the disk has to be kept until its turn."""
+        size = self._kept_blocks()
+        for at in range(0, len(keys), size):
+            await self._saved()
+            if self._not_durable:
+                return
+            self._save(keys[at : at + size])
 
     async def _saved(self) -> None:
         """Waits until what is to be on the SSD by now is there, or is known not to get there."""
@@ -360,11 +369,14 @@ class GetStream:
         self._namespace: Namespace
         self._sent = self._asked = 0
         self._tier: pb.Tier = pb.TIER_HOST
+        self._refused = False
+        """The last try met a limit on what is loaded, or held, at once."""
+        self._busy = 0
         self._ahead: Prefetch | None = None
 
     def outcome(self) -> Outcome:
         """Blocks sent count as found."""
-        return self._namespace, self._sent, self._asked, self._tier
+        return self._namespace, self._sent, self._asked, self._tier, self._busy
 
     async def run(self, request: pb.GetRequest) -> None:
         store, session = self._node.store, self._session
@@ -381,6 +393,7 @@ class GetStream:
             while at < count:
                 slots = await self._hold(keys[at : min(at + batch, count)])
                 if not slots:
+                    self._ended_early(calls.present(self._node, namespace, keys[at:count]))
                     return
                 self._bring_ahead(keys[at + len(slots) : min(at + len(slots) + batch, count)])
                 for slot in slots:
@@ -414,13 +427,16 @@ class GetStream:
                 await asyncio.wait_for(asyncio.shield(node.memory_changed()), min(GET_AGAIN_S, until - now))
 
     async def _load(self, tickets: Tickets, keys: Sequence[bytes], until: float) -> list[int]:
+        self._refused = True
         try:
             number = tickets.load(self._namespace, keys, until)
         except ResourceExhausted:  # the whole node loads all that it may
             return []
         self._stall.pause()  # the disk is waited for, and for a bounded time
         try:
-            await tickets.find_load(number).wait(max(until - time.monotonic(), 0.0) + LATE_S)
+            load = tickets.find_load(number)
+            await load.wait(max(until - time.monotonic(), 0.0) + LATE_S)
+            self._refused = load.ticket.busy
             return self._lease(keys)
         finally:
             tickets.give_up(number)
@@ -430,7 +446,17 @@ class GetStream:
         """A caller that tells what it read is told so."""
         if self._tier != pb.TIER_SSD:
             self._tier = pb.TIER_SSD
-            self._context.set_trailing_metadata(((chunks.TIER_METADATA, str(self._tier)),))
+            self._say()
+
+    def _ended_early(self, there: Sequence[bool]) -> None:
+        """`there`: what is present of the blocks that were announced and not sent."""
+        if self._refused:
+            self._busy = len(there)
+            self._say()
+
+    def _say(self) -> None:
+        said = {chunks.TIER_METADATA: self._tier, chunks.BUSY_METADATA: self._busy}
+        self._context.set_trailing_metadata(tuple((name, str(value)) for name, value in said.items()))
 
     def _bring_ahead(self, keys: Sequence[bytes]) -> None:
         """The next part comes while this one is sent; nobody holds it, so a slow caller keeps no memory by it."""
@@ -443,9 +469,11 @@ class GetStream:
 
     def _lease(self, keys: Sequence[bytes]) -> list[int]:
         """What of the leading run is in memory, or as much of it as may be held."""
-        with contextlib.suppress(ResourceExhausted):
+        try:
             return loads.hold_run(self._node, self._session, self._namespace, keys)[0]
-        return []
+        except ResourceExhausted:
+            self._refused = True
+            return []
 
     async def _send_block(self, slot: int, slot_bytes: int, block_bytes: int) -> None:
         block = self._node.slab.bytes_at(shm.ref_segment(slot), shm.ref_slot(slot) * slot_bytes, block_bytes)

@@ -37,14 +37,17 @@ def load(
         return pb.LoadReply()
     if not number:
         namespace = node.store.namespace(session.tenant, request.namespace_id)
-        keys = calls.checked_keys(request.keys)
-        number = tickets.load(namespace, keys, _deadline(request.deadline_ms))
+        keys, deadline = calls.checked_keys(request.keys), _deadline(request.deadline_ms)
+        try:
+            number = tickets.load(namespace, keys, deadline)
+        except ResourceExhausted as e:
+            return _busy(node, namespace, keys, str(e), counted=counted)
     found = tickets.find_load(number)
     if found.over:
         return _taken(node, session, tickets, number, counted=counted)
     wait_s = min(request.wait_ms / 1000, WAIT_S)
     if not wait_s:
-        return pb.LoadReply(ticket=number)
+        return pb.LoadReply(ticket=number, busy=found.ticket.busy)
     return _waited(node, session, tickets, number, wait_s, counted=counted)
 
 
@@ -75,7 +78,15 @@ async def _waited(
         raise
     if found.over:
         return _taken(node, session, tickets, number, counted=counted)
-    return pb.LoadReply(ticket=number)
+    return pb.LoadReply(ticket=number, busy=found.ticket.busy)
+
+
+def _busy(node: Node, namespace: Namespace, keys: Sequence[bytes], why: str, *, counted: bool) -> pb.LoadReply:
+    """So much is asked for that this one has not begun: no miss, and another try may be in time."""
+    if counted:
+        there = len(calls.present(node, namespace, keys))
+        node.figures.saw("Load", namespace, 0, len(keys), 0.0, busy=there)
+    return pb.LoadReply(why=why, busy=True)
 
 
 def _taken(node: Node, session: Session, tickets: Tickets, number: int, *, counted: bool) -> pb.LoadReply:
@@ -89,8 +100,9 @@ def _taken(node: Node, session: Session, tickets: Tickets, number: int, *, count
     ticket = found.ticket
     if counted:
         seconds, tier = time.perf_counter() - found.began, pb.TIER_SSD if ticket.loaded else pb.TIER_HOST
-        node.figures.saw("Load", found.namespace, len(slots), len(found.keys), seconds, tier)
-    return pb.LoadReply(slots=slots, why=ticket.why or why, loaded=ticket.loaded)
+        busy = found.missing(len(slots))
+        node.figures.saw("Load", found.namespace, len(slots), len(found.keys), seconds, tier, busy)
+    return pb.LoadReply(slots=slots, why=ticket.why or why, loaded=ticket.loaded, busy=ticket.busy)
 
 
 def hold_run(node: Node, session: Session, namespace: Namespace, keys: Sequence[bytes]) -> tuple[list[int], str]:
@@ -140,7 +152,7 @@ def prefetch(node: Node, tenant: Tenant, session: Session | None, request: pb.Pr
     found = tickets.find(number)
     assert found is not None, "a prefetch was forgotten at once"
     reply = found.reply()
-    return pb.PrefetchReply(ticket=number, state=reply.state, blocks=reply.blocks)
+    return pb.PrefetchReply(ticket=number, state=reply.state, blocks=reply.blocks, why=reply.why)
 
 
 def ticket(

@@ -113,6 +113,8 @@ class _Families(Collector):
         if reply.HasField("ssd"):
             yield from _ssd(reply.ssd)
             yield from _ssd_moves(reply.ssd)
+        if reply.HasField("persist"):
+            yield from _persist(reply.persist)
 
 
 def _counter(name: str, says: str, value: float) -> Metric:
@@ -222,6 +224,18 @@ def _blocks(reply: pb.StatsReply) -> Iterator[Metric]:
     )
 
 
+def _persist(persist: pb.PersistStats) -> Iterator[Metric]:
+    yield _gauge(
+        "persist_healthy",
+        "0 while not all that changes in memory would be there after a restart (host.persist); stats says why.",
+        not persist.trouble,
+    )
+    yield _gauge("persist_unwritten_bytes", "Memory whose blocks a restart would lose.", persist.unwritten_bytes)
+    yield _gauge("persist_adopted_blocks", "Taken over from the daemon before, at the start.", persist.adopted_blocks)
+    yield _gauge("persist_adopted_seconds", "That it took.", persist.adopted_s)
+    yield _gauge("persist_cold", "1 where memory began empty at the start; stats says why.", bool(persist.cold))
+
+
 def _ssd(ssd: pb.SsdStats) -> Iterator[Metric]:
     yield InfoMetricFamily("kvstored_ssd", "The SSD tier's directory.", value={"path": ssd.path, "layout": ssd.layout})
     yield _gauges(
@@ -241,6 +255,7 @@ def _ssd(ssd: pb.SsdStats) -> Iterator[Metric]:
         "ssd_growing_refused", "1 where the last segment file that was wanted was not made.", bool(ssd.no_file)
     )
     yield _gauge("ssd_size_bytes", "Size of the SSD tier (ssd.size).", ssd.size_bytes)
+    yield _gauge("ssd_room_bytes", "Of ssd.size, what its file system has room for.", ssd.room_bytes)
     yield _gauge("ssd_free_bytes", "What its file system has left.", ssd.free_bytes)
     yield _gauges(
         "ssd_bytes",
@@ -293,6 +308,9 @@ def _ssd_moves(ssd: pb.SsdStats) -> Iterator[Metric]:
     )
     yield _counter("ssd_loads_failed", "Blocks that somebody waited for and that did not come.", count.loads_failed)
     yield _counter("ssd_offloaded", "Blocks written because their conversation was idle.", count.offloaded)
+    yield _counter(
+        "ssd_lost", "Blocks that only the SSD had when its directory was set aside, deleted or replaced.", count.lost
+    )
     yield _counter("ssd_troubles", "Times that the SSD tier went out of use.", count.troubles)
 
 
@@ -300,9 +318,10 @@ def _requests(reply: pb.StatsReply) -> Iterator[Metric]:
     count = reply.counters
     yield _counters(
         "read_blocks",
-        "Blocks that reads (get, acquire) asked for, found or not; hit over all is the hit rate in blocks.",
+        "Blocks that reads (get, acquire) asked for, found or not; hit over all is the hit rate in blocks. busy: they "
+        "were on the SSD, and too much was being loaded, or held, to bring them.",
         "result",
-        {"hit": count.hits, "miss": count.misses},
+        {"hit": count.hits, "miss": count.misses, "busy": count.busy},
     )
     yield _counters(
         "read_tokens",
@@ -349,7 +368,8 @@ def _requests(reply: pb.StatsReply) -> Iterator[Metric]:
 def _operations(reply: pb.StatsReply) -> Iterator[Metric]:
     blocks = CounterMetricFamily(
         "kvstored_operation_blocks",
-        "Blocks by operation, tier and result; of a put: hit is stored or found to exist, miss is rejected.",
+        "Blocks by operation, tier and result; of a put: hit is stored or found to exist, miss is rejected. busy: "
+        "there, but too much was being loaded or held.",
         labels=["operation", "tier", "result"],
     )
     size = CounterMetricFamily(
@@ -364,6 +384,7 @@ def _operations(reply: pb.StatsReply) -> Iterator[Metric]:
         operation, tier = _OPERATIONS.get(row.operation, "other"), _TIERS.get(row.tier, "other")
         blocks.add_metric([operation, tier, "hit"], row.hits)
         blocks.add_metric([operation, tier, "miss"], row.misses)
+        blocks.add_metric([operation, tier, "busy"], row.busy)
         size.add_metric([operation, tier], row.size_bytes)
         seconds.add_metric([operation, tier], buckets=_buckets(row.latencies), sum_value=row.seconds)
     yield from (blocks, size, seconds)

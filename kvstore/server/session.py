@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 
 from kvstore.core.holds import Session
 from kvstore.logs import logger
-from kvstore.server import calls, loads, session_admin
+from kvstore.server import calls, loads, removing, session_admin
 from kvstore.server.figures import CALLS_OF_OPS
 from kvstore.server.frames import Connection, FrameError, watch
 from kvstore.server.left import LeftSession
@@ -382,9 +382,13 @@ class ClientSession:
     def touch(self, session: Session, request: pb.TouchRequest) -> pb.TouchReply:
         return calls.touch(self.server.node, session.tenant, request)
 
-    def remove(self, session: Session, request: pb.RemoveRequest) -> pb.RemoveReply:
+    def remove(
+        self, session: Session, request: pb.RemoveRequest
+    ) -> pb.RemoveReply | Coroutine[Any, Any, pb.RemoveReply]:
         _check_changes(session)
-        return calls.remove(self.server.node, session.tenant, request)
+        node, may_wait = self.server.node, len(self.tasks) < UNANSWERED_MAX
+        tickets = node.tickets.of_session(session) if node.tickets is not None and request.ticket else None
+        return removing.remove(node, session.tenant, request, tickets, may_wait=may_wait)
 
     def pin(self, session: Session, request: pb.PinRequest) -> pb.PinReply:
         _check_changes(session)
@@ -396,7 +400,7 @@ class ClientSession:
 
     async def clear(self, session: Session, request: pb.ClearRequest) -> pb.ClearReply:
         _check_changes(session)
-        return await calls.clear(self.server.node, session.tenant, request)
+        return await removing.clear(self.server.node, session.tenant, request)
 
     def sync(self, session: Session, request: pb.SyncRequest) -> pb.SyncReply:
         """The client unmapped segments, or is leaving with nothing held and nothing mapped."""

@@ -155,6 +155,7 @@ def build(
         operations=list(node.figures.operation_stats()),
         calls=list(node.figures.call_stats()),
         ssd=node.ssd.stats() if node.ssd is not None else None,
+        persist=node.persist.stats() if node.persist is not None else None,
     )
 
 

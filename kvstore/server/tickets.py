@@ -42,10 +42,10 @@ LOAD_AGAIN_S = 0.05
 
 LOADS_MAX = 64
 RUNNING_MAX = 256
-"""Loads, and prefetches and durable commits, of one owner that are under way."""
+"""Loads of one owner that are under way; and prefetches, and durable commits: neither keeps another from its own."""
 
 KEYS_MAX = 1 << 17
-"""Of all prefetches and durable commits of one owner that are under way; a million tokens in blocks of 16 are half."""
+"""Of all prefetches, and of all durable commits, of one owner under way; a million tokens in blocks of 16 are half."""
 
 ENDED_MAX = 1024
 """Ends remembered of one owner."""
@@ -117,8 +117,15 @@ class Load(Awaited):
         self._moving.loads.close(self.ticket)
         try:
             self.ticket = self._ask()
-        except ResourceExhausted:
-            self._over.set()
+        except ResourceExhausted:  # others were faster
+            self.ticket.busy = True
+            self._ended(self.ticket)
+
+    def missing(self, found: int) -> int:
+        """How many blocks behind the first `found` are there, and did not come since too much was asked for or held."""
+        if not self.ticket.busy:
+            return 0
+        return max(len(self._moving.match(self.namespace, self.keys)) - found, 0)
 
     def close(self) -> None:
         self._over.set()
@@ -127,8 +134,27 @@ class Load(Awaited):
         self._moving.loads.close(self.ticket)
 
 
-class Prefetch(Awaited):
+class Kept(Awaited):
+    """One that its owner asks about by a number."""
+
+    name = ""
+    """What many of them are called."""
+    size = 0
+    """Keys that it is about."""
+
+    def cancel(self) -> None:
+        """Its owner does not want to know any more."""
+        raise NotImplementedError
+
+    def reply(self) -> pb.TicketReply:
+        """How far it is."""
+        raise NotImplementedError
+
+
+class Prefetch(Kept):
     """The leading run of some keys on its way to memory, held by nobody."""
+
+    name = "prefetches"
 
     def __init__(
         self, moving: Movement, namespace: Namespace, keys: Sequence[bytes], deadline: float, priority: int
@@ -156,8 +182,10 @@ class Prefetch(Awaited):
         )
 
 
-class Saving(Awaited):
+class Saving(Kept):
     """Blocks on their way to the SSD, for somebody who wants to know that they are there."""
+
+    name = "durable commits"
 
     def __init__(self, moving: Movement) -> None:
         super().__init__()
@@ -226,8 +254,8 @@ class Tickets:
         self._begun = begun
         self._loads: dict[int, Load] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
-        self._running: dict[int, Prefetch | Saving] = {}
-        self._ended: dict[int, Prefetch | Saving] = {}
+        self._running: dict[int, Kept] = {}
+        self._ended: dict[int, Kept] = {}
         self._ends: deque[tuple[float, int]] = deque()
         """When each of `_ended` was seen to have ended."""
 
@@ -270,7 +298,7 @@ class Tickets:
 
     def prefetch(self, namespace: Namespace, keys: Sequence[bytes], deadline: float, priority: int) -> int:
         """Begins to bring the leading run of `keys` ahead of use."""
-        why = self._too_many(len(keys))
+        why = self._too_many(Prefetch, len(keys))
         if why:
             raise ResourceExhausted(why)
         return self._keep(Prefetch(self._moving, namespace, keys, deadline, priority))
@@ -280,7 +308,7 @@ class Tickets:
 
         Never raises: what is to be durable has been stored already.
         """
-        why = self._too_many(len(keys))
+        why = self._too_many(Saving, len(keys))
         if why:
             return 0, why
         saving = Saving(self._moving)
@@ -288,24 +316,28 @@ class Tickets:
         saving.begin()
         return (0, saving.why) if saving.over else (self._keep(saving), "")
 
-    def find(self, number: int) -> Prefetch | Saving | None:
+    def keep(self, awaited: Kept) -> int:
+        """A number to ask about it by; 0 where its owner has too many of that kind."""
+        return 0 if self._too_many(type(awaited), awaited.size) else self._keep(awaited)
+
+    def find(self, number: int) -> Kept | None:
         """The one of that number; None where there is none (any more)."""
         self._settle()
         return self._running.get(number) or self._ended.get(number)
 
-    def _keep(self, awaited: Prefetch | Saving) -> int:
+    def _keep(self, awaited: Kept) -> int:
         number = self._number()
         self._running[number] = awaited
         return number
 
-    def _too_many(self, keys: int) -> str:
-        """Why one more is not taken; "" where it is."""
+    def _too_many(self, kind: type[Kept], keys: int) -> str:
+        """Why one more of that kind is not taken; "" where it is."""
         self._settle()
-        running = self._running.values()
+        running = [awaited.size for awaited in self._running.values() if isinstance(awaited, kind)]
         if len(running) >= RUNNING_MAX:
-            return f"{RUNNING_MAX} prefetches and durable commits are under way already: wait for some of them"
-        if sum(awaited.size for awaited in running) + keys > KEYS_MAX:
-            return f"prefetches and durable commits of {KEYS_MAX} keys are under way already: wait for some of them"
+            return f"{RUNNING_MAX} {kind.name} are under way already: wait for some of them"
+        if sum(running) + keys > KEYS_MAX:
+            return f"{kind.name} of {KEYS_MAX} keys are under way already: wait for some of them"
         return ""
 
     def _settle(self) -> None:

@@ -17,8 +17,12 @@ let a client that makes up 65 keys take all memory of the machine.)
 import fcntl
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import numpy as np
+
+from kvstore.core.tree import Numbers
 from kvstore.logs import logger
 from kvstore.tiers.slab import SEALS, sealed_memfd
 from kvstored.mapping import Mapping
@@ -37,6 +41,18 @@ CAPACITY_MAX = 1 << 28
 COPY_ROWS = 64
 _LOCATION = struct.Struct("<IIQHHI")
 
+
+SLOT_LOCATION = ("segment", "length", "offset", "flags", "pool", "namespace")
+SLOT = np.dtype(
+    [
+        ("sequence", "<u8"),
+        ("key", "<u8", (4,)),
+        *zip(SLOT_LOCATION, ("<u4", "<u4", "<u8", "<u2", "<u2", "<u4"), strict=True),
+    ]
+)
+"""A slot as kvstored.v1.shm has it."""
+
+assert SLOT.itemsize == shm.SLOT_BYTES
 
 Location = tuple[int, int, int, int, int, int]
 """segment, length, offset, flags, pool, namespace: a slot's fields behind the key."""
@@ -118,6 +134,29 @@ class _Table:
         self.live += 1
         return True
 
+    def fill(self, entries: "np.ndarray[Any, np.dtype[np.uint64]]") -> list[int]:
+        """Writes many slots, eight words each, to a table that has none and no reader; answers which have no room.
+
+        The n-th place of a probe is looked at by all that have found none, and of those that meet at one
+        place the first has it: so nothing lies behind a place that was never used.
+        """
+        assert not self.live, "the index has entries"
+        assert not self.tombstones, "the index had entries"
+        slots = np.frombuffer(self.bytes, np.uint64, offset=shm.HEADER_BYTES).reshape(-1, shm.SLOT_BYTES >> 3)
+        at, step = entries[:, 1].copy(), entries[:, 2] | np.uint64(1)
+        left = np.arange(len(entries))
+        for _ in range(shm.PROBE_MAX):
+            places = at[left] & np.uint64(self.mask)
+            free = np.flatnonzero(slots[places, 0] == 0)
+            first = free[np.unique(places[free], return_index=True)[1]]
+            slots[places[first]] = entries[left[first]]
+            left = np.delete(left, first)
+            if not len(left):
+                break
+            at[left] += step[left]
+        self.live = len(entries) - len(left)
+        return left.tolist()
+
     def remove(self, key: bytes) -> bool:
         """Leaves a tombstone; False where the key is not there."""
         at = self.find(key)
@@ -160,6 +199,16 @@ class TenantIndex:
             self._insert_next(key, location)
         elif self._table.overloaded or (not homed and capacity_for(2 * self._table.live) > self._table.capacity):
             self._begin(capacity_for(2 * (self._table.live + len(self._waiting))))
+
+    def fill(self, keys: list[bytes], locations: Sequence["np.ndarray[Any, Any]"]) -> None:
+        """Publishes many at once, into a new index that nobody reads yet; `locations` are columns of Location."""
+        entries = np.zeros(len(keys), SLOT)
+        entries["sequence"] = 2
+        entries["key"] = np.frombuffer(b"".join(keys), np.uint64).reshape(-1, 4)
+        for name, column in zip(SLOT_LOCATION, locations, strict=True):
+            entries[name] = column
+        for at in self._table.fill(entries.view(np.uint64).reshape(-1, shm.SLOT_BYTES >> 3)):
+            self._waiting[keys[at]] = _LOCATION.unpack_from(entries[at].tobytes(), 40)
 
     def withdraw(self, key: bytes) -> None:
         """No reader finds `key` from now on, nor counts a copy that is not finished."""
@@ -352,6 +401,13 @@ class Indexes:
         self, tenant: int, key: bytes, ref: int, offset: int, length: int, namespace: int, flags: int = shm.HOST
     ) -> None:
         self.of(tenant).publish(key, (shm.ref_segment(ref), length, offset, flags, 0, namespace))
+
+    def fill(
+        self, tenant: int, keys: list[bytes], refs: Numbers, offsets: Numbers, lengths: Numbers, namespaces: Numbers
+    ) -> None:
+        nothing = np.zeros(len(keys), np.uint16)
+        locations = refs >> np.uint64(32), lengths, offsets, nothing + shm.HOST, nothing, namespaces
+        self.of(tenant).fill(keys, locations)
 
     def withdraw(self, tenant: int, key: bytes) -> None:
         self.of(tenant).withdraw(key)

@@ -10,8 +10,10 @@ and fields: the mark is one word, stored last when the entry comes and first (0)
 An entry whose mark is there is whole. What a session holds is a log whose length is one word,
 stored after what it counts; it is written anew, in the other half, before it is full.
 
-Every page is made before it is stored to: on a tmpfs that is full, touching a new one is the end
-of the process (SIGBUS).
+Every page is made before it is stored to or read: on a tmpfs that is full, touching a new one is
+the end of the process (SIGBUS). Where there is no room for the rows of a segment, it is struck out
+before anything happens in it that would be missing: what is believed is always whole. It is written
+down again, from the beginning, when there is room (`begin_again`, `finish`).
 
     ledger    header | tenants | segments | namespaces | sessions | logs of sessions, two halves each
     rows-N    rows of segment N, by slot
@@ -21,6 +23,7 @@ import os
 import struct
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from kvstore.core import holds
 from kvstore.core.block import HINTED
@@ -55,6 +58,9 @@ SEGMENT = struct.Struct("<IIQQQQ")
 """Number, tenant, bytes, bytes of a block (0: in no pool), inodes of its memory and of its rows."""
 
 NAMESPACE_BYTES = 384
+NAMESPACES_FIRST_BYTES = 64 * PAGE_BYTES
+"""Of so many there are pages from the beginning."""
+
 NAMESPACE = struct.Struct("<QQQ32sI256s")
 """Tokens of a block (which may come later), tenant, bytes of a block, digest, length of the label, label."""
 
@@ -86,6 +92,9 @@ SESSIONS_AT = NAMESPACES_AT + holds.NAMESPACES_MAX * NAMESPACE_BYTES
 LOGS_AT = SESSIONS_AT + holds.SESSIONS_MAX * SESSION_BYTES
 LEDGER_BYTES = LOGS_AT + holds.SESSIONS_MAX * 2 * LOG_ENTRIES * 8
 
+FIRST_BYTES = NAMESPACES_AT + NAMESPACES_FIRST_BYTES + LOGS_AT - SESSIONS_AT + holds.SESSIONS_MAX * 2 * LOG_FIRST * 8
+"""Of a ledger that has just begun."""
+
 assert LOG_ENTRIES >= 2 * holds.HOLDS_MAX + LOG_FIRST
 assert not LOGS_AT % PAGE_BYTES
 
@@ -93,6 +102,15 @@ assert not LOGS_AT % PAGE_BYTES
 def rows_bytes(segment_bytes: int) -> int:
     """Size of the file of a segment's rows: one for each of the smallest slots there are."""
     return -(-segment_bytes // PAGE_BYTES * ROW_BYTES // PAGE_BYTES) * PAGE_BYTES
+
+
+def room_bytes(slab_bytes: int) -> int:
+    """Memory that a ledger of such a slab takes: rows of the smallest slots, and what `begin` makes.
+
+    Not in it: more than some 600 namespaces, and logs of sessions with more than some 200 holds. Where they have no
+    room, a further namespace or hold is refused.
+    """
+    return FIRST_BYTES + rows_bytes(slab_bytes)
 
 
 class _Log:
@@ -110,16 +128,21 @@ class _Log:
 class SegmentRows:
     """The rows of one segment, and where it is written down itself."""
 
-    __slots__ = ("inode", "mapping", "numbers", "place", "raw", "rows_inode", "times")
+    __slots__ = ("inode", "mapping", "numbers", "place", "raw", "rows_inode", "size_bytes", "times")
 
     def __init__(self, place: int, inode: int, descriptor: int, size_bytes: int) -> None:
         """The descriptor stays its owner's."""
         self.place = place
         self.inode = inode
+        self.size_bytes = size_bytes
         self.rows_inode = os.fstat(descriptor).st_ino
         self.mapping = Mapping(descriptor, rows_bytes(size_bytes), writable=True)
         self.raw = self.mapping.bytes.data
         self.numbers, self.times = self.raw.cast("Q"), self.raw.cast("d")
+
+    def make(self, slots: int) -> None:
+        """Makes the pages of so many rows. Raises OSError."""
+        self.mapping.populate(write=True, size_bytes=-(-slots * ROW_BYTES // PAGE_BYTES) * PAGE_BYTES)
 
 
 class Ledger:
@@ -137,6 +160,10 @@ class Ledger:
         self.rows_for: Callable[[int, int], int] = lambda number, size_bytes: -1
         """Makes memory for the rows of a segment of so many bytes; answers a descriptor."""
         self.rows_gone: Callable[[int], None] = lambda number: None
+        self.unwritten: dict[int, tuple[int, int]] = {}
+        """Segments that serve, and of which nothing would outlive the daemon -> bytes, inode."""
+        self._wanted = (0, 0)
+        """Start and bytes of what was refused to a client for want of memory; none while it is (0, 0)."""
         self._places = set(range(SEGMENTS_MAX))
         self._logs: dict[int, _Log] = {}
         self._log_places = set(range(holds.SESSIONS_MAX))
@@ -146,22 +173,57 @@ class Ledger:
 
     def begin(self, size_bytes: int, page_bytes: int, pid: int, born: int, world: bytes) -> None:
         """The first words of a new ledger. Raises OSError where there is no memory."""
-        self.mapping.populate(write=True, size_bytes=NAMESPACES_AT)
-        self._populate_sessions()
+        self._ready_to = NAMESPACES_AT + NAMESPACES_FIRST_BYTES
+        self.mapping.populate(write=True, size_bytes=self._ready_to)
+        self.mapping.populate(write=True, start=SESSIONS_AT, size_bytes=LOGS_AT - SESSIONS_AT)
+        self._populate_logs()
         HEADER.pack_into(self.raw, 0, 0, VERSION, size_bytes, page_bytes, pid, born, 0, world)
         self.numbers[0] = MAGIC
 
     def take_over(self, pid: int, born: int, namespaces: int) -> None:
         """An earlier daemon's ledger is this one's from now on. Raises OSError where there is no memory."""
         self.mapping.populate(write=True, size_bytes=NAMESPACES_AT)
-        self._populate_sessions()
+        self.mapping.populate(write=True, start=SESSIONS_AT, size_bytes=LOGS_AT - SESSIONS_AT)
+        with suppress(OSError):  # of one of an earlier release, they may not be there: `opened` sees to it
+            self._populate_logs()
         end = NAMESPACES_AT + namespaces * NAMESPACE_BYTES
         self._ready_to = NAMESPACES_AT + (end - NAMESPACES_AT) // PAGE_BYTES * PAGE_BYTES
         self.numbers[AT_PID >> 3] = pid
         self.numbers[AT_BORN >> 3] = born
 
-    def _populate_sessions(self) -> None:
-        self.mapping.populate(write=True, start=SESSIONS_AT, size_bytes=LOGS_AT - SESSIONS_AT)
+    def _populate_logs(self) -> None:
+        """Of all sessions that may come (8 MiB): none is refused because others have filled the tmpfs."""
+        for place in range(holds.SESSIONS_MAX):
+            for half in (0, 1):
+                self.mapping.populate(write=True, start=log_at(place, half), size_bytes=LOG_FIRST * 8)
+
+    @property
+    def trouble(self) -> str:
+        """Why not all that changes now would be there for the next daemon, or why clients are refused; "": neither."""
+        if self.unwritten:
+            lost = sum(size_bytes for size_bytes, _ in self.unwritten.values())
+            return f"{len(self.unwritten)} segments with {lost >> 20} MiB would not outlive this daemon: {self._failed}"
+        return f"further holds, or namespaces, are refused: {self._failed}" if self._wanted[1] else ""
+
+    def try_again(self) -> None:
+        """Whether there is memory by now for what was refused to a client."""
+        start, size_bytes = self._wanted
+        try:
+            self.mapping.populate(write=True, start=start, size_bytes=size_bytes)
+        except OSError as e:
+            self._say(e.strerror or str(e))
+            return
+        self._wanted = 0, 0
+        self._well()
+
+    def _refuse(self, start: int, size_bytes: int, error: OSError) -> None:
+        self._wanted = start, size_bytes
+        self._say(error.strerror or str(error), "what a client asks for cannot be written down, and is refused")
+
+    def _well(self) -> None:
+        if self._failed and not self.unwritten and not self._wanted[1]:
+            log.info("all memory will outlive the daemon")
+            self._failed = ""
 
     # -- who there is
 
@@ -177,7 +239,8 @@ class Ledger:
             try:
                 self.mapping.populate(write=True, start=self._ready_to, size_bytes=end - self._ready_to)
             except OSError as e:
-                raise ResourceExhausted(f"no memory to write down a further namespace (host.persist): {e}") from e
+                self._refuse(self._ready_to, end - self._ready_to, e)
+                raise ResourceExhausted(f"a further namespace cannot be written down: {e.strerror}") from e
             self._ready_to = end
         if self.numbers[at >> 3]:
             self.numbers[(at >> 3) + 1] = namespace.block_tokens
@@ -199,22 +262,42 @@ class Ledger:
 
     def made(self, number: int, size_bytes: int, inode: int) -> None:
         """A segment is there, and nobody's. Where it cannot be written down, nothing in it outlives the daemon."""
+        # Ahead of all: a number that was had is never had again, also where nothing else is known of it.
+        self.numbers[AT_LAST >> 3] = max(self.numbers[AT_LAST >> 3], number)
+        self.unwritten[number] = size_bytes, inode
+        if self.begin_again(number, 0):
+            self.finish(number, NOBODY, 0)
+
+    def begin_again(self, number: int, slots: int) -> bool:
+        """Rows for a segment that is not written down. They are kept from now on, and believed after `finish`."""
+        size_bytes, inode = self.unwritten[number]
         if not self._places:
             self._say(f"{SEGMENTS_MAX} segments are written down already")
-            return
+            return False
         try:
             descriptor = self.rows_for(number, size_bytes)
-            try:
-                rows = SegmentRows(next(iter(self._places)), inode, descriptor, size_bytes)
-            finally:
-                os.close(descriptor)
         except OSError as e:
-            self._say(str(e))
-            return
+            self._say(e.strerror or str(e))
+            return False
+        try:
+            rows = SegmentRows(next(iter(self._places)), inode, descriptor, size_bytes)
+            rows.make(slots)
+        except OSError as e:
+            self._say(e.strerror or str(e))
+            self.rows_gone(number)
+            return False
+        finally:
+            os.close(descriptor)
         self._places.discard(rows.place)
         self.segments[number] = rows
-        self.numbers[AT_LAST >> 3] = max(self.numbers[AT_LAST >> 3], number)
-        self._write_segment(rows, number, NOBODY, size_bytes, 0)
+        return True
+
+    def finish(self, number: int, tenant: int, block_bytes: int) -> None:
+        """All that is in the segment is in its rows."""
+        del self.unwritten[number]
+        rows = self.segments[number]
+        self._write_segment(rows, number, tenant, rows.size_bytes, block_bytes)
+        self._well()
 
     def adopted(self, number: int, rows: SegmentRows, slots: int) -> None:
         """A segment of an earlier daemon's is this one's, as it was written down; `slots` where it is in a pool."""
@@ -227,18 +310,20 @@ class Ledger:
         rows = self.segments.get(segment)
         if rows is None:
             return
-        _, _, size_bytes, *_ = SEGMENT.unpack_from(self.raw, SEGMENTS_AT + rows.place * SEGMENT_BYTES + 8)
         if self._make_rows(segment, rows, slots):
-            self._write_segment(rows, segment, tenant, size_bytes, block_bytes)
+            self._write_segment(rows, segment, tenant, rows.size_bytes, block_bytes)
+            if self.unwritten.pop(segment, None):  # it was being written again, and is empty
+                self._well()
 
     def _make_rows(self, number: int, rows: SegmentRows, slots: int) -> bool:
-        """Where there is no memory for them the segment is written down no more, for good: rows could not be struck."""
-        size_bytes = -(-slots * ROW_BYTES // PAGE_BYTES) * PAGE_BYTES
+        """Where there is no memory for them the segment is written down no more: rows could not be struck."""
         try:
-            rows.mapping.populate(write=True, size_bytes=size_bytes)
+            rows.make(slots)
         except OSError as e:
-            self._say(str(e))
+            self._say(e.strerror or str(e))
             self._strike(number)
+            self.rows_gone(number)
+            self.unwritten[number] = rows.size_bytes, rows.inode
             return False
         return True
 
@@ -250,22 +335,24 @@ class Ledger:
 
     def dropping(self, number: int) -> None:
         """The memory of a segment goes."""
-        self._strike(number)
-        self.rows_gone(number)
+        self.unwritten.pop(number, None)
+        if number in self.segments:
+            self._strike(number)
+            self.rows_gone(number)
+        self._well()
 
     def _strike(self, number: int) -> None:
-        rows = self.segments.pop(number, None)
-        if rows is not None:
-            self.strike_segment(rows.place)
-            self._places.add(rows.place)
+        rows = self.segments.pop(number)
+        self.strike_segment(rows.place)
+        self._places.add(rows.place)
 
     def strike_segment(self, place: int) -> None:
         """What is written down there is of no segment any more."""
         self.numbers[(SEGMENTS_AT + place * SEGMENT_BYTES) >> 3] = 0
 
-    def _say(self, why: str) -> None:
+    def _say(self, why: str, what: str = "some memory will not outlive the daemon") -> None:
         if why != self._failed:
-            log.error("some memory will not outlive the daemon", reason=why)
+            log.error(what, reason=why)
         self._failed = why
 
     # -- blocks
@@ -311,7 +398,8 @@ class Ledger:
                 self.mapping.populate(write=True, start=log_at(kept.place, half), size_bytes=LOG_FIRST * 8)
         except OSError as e:
             self._log_places.add(kept.place)
-            raise ResourceExhausted(f"no memory to write down what a further session holds (host.persist): {e}") from e
+            self._refuse(log_at(kept.place, half), LOG_FIRST * 8, e)
+            raise ResourceExhausted(f"what a further session holds cannot be written down: {e.strerror}") from e
         at, name = SESSIONS_AT + kept.place * SESSION_BYTES, session.client.encode()[:128]
         who = session.nonce, 0, session.born, session.pid, session.tenant.id
         self.numbers[at >> 3] = 0
@@ -326,11 +414,11 @@ class Ledger:
         word = self.numbers[(SESSIONS_AT + place * SESSION_BYTES + AT_LOG) >> 3]
         kept.half, kept.count = word >> HALF_SHIFT, word & (1 << HALF_SHIFT) - 1
         kept.room = max(LOG_FIRST, 1 << (kept.count - 1).bit_length()) if kept.count else LOG_FIRST
+        room = kept.room  # there are pages for so much: it was a power of two, and held all that is counted
         live = session.leases + len(session.granted)
-        while kept.room < 2 * live + LOG_FIRST:
-            kept.room *= 2
-        for half in (0, 1):
-            self.mapping.populate(write=True, start=log_at(kept.place, half), size_bytes=kept.room * 8)
+        while room < 2 * live + LOG_FIRST:
+            room *= 2
+        self._grow_log(kept, room)
         self._rewrite(kept, session)
 
     def succeeds(self, heir: Session, nonce: int) -> None:
@@ -345,12 +433,15 @@ class Ledger:
         wanted = 2 * (session.leases + len(session.granted) + more) + LOG_FIRST // 4
         if wanted <= kept.room:
             return True
-        room = min(1 << (wanted - 1).bit_length(), LOG_ENTRIES)
+        return self._grow_log(kept, min(1 << (wanted - 1).bit_length(), LOG_ENTRIES))
+
+    def _grow_log(self, kept: _Log, room: int) -> bool:
+        """False where there is no memory for it: what there is serves as before."""
         try:
             for half in (0, 1):
                 self.mapping.populate(write=True, start=log_at(kept.place, half), size_bytes=room * 8)
         except OSError as e:
-            self._say(str(e))
+            self._refuse(log_at(kept.place, half), room * 8, e)
             return False
         kept.room = room
         return True

@@ -7,20 +7,29 @@ segment whose memory is not the one that was written down is left out.
 import os
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from kvstore.core import holds
-from kvstore.core.adopt import Found, NamespaceFound, Row, SegmentFound, SessionFound
-from kvstore.core.block import HITS_MAX
+from kvstore.core.adopt import Found, NamespaceFound, SegmentFound, SessionFound
 from kvstore.core.ledger import GRANT, LEASE, UNGRANT
+from kvstore.core.rebuild import FOUND, Rows
 from kvstore.core.segments import PAGE_BYTES, pages
 from kvstore.tiers import ledger as layout
 from kvstore.tiers.ledger import Ledger, SegmentRows
 from kvstore.tiers.slab import segment_name
-from kvstored.mapping import Mapping
+
+_ROW = np.dtype(
+    {
+        "names": [name for name in FOUND.names or () if name != "ref"],
+        "formats": [FOUND[name] for name in FOUND.names or () if name != "ref"],
+        "offsets": [8, 40, 72, layout.AT_DEPTH, 80, layout.AT_USED, layout.AT_LIFE, layout.AT_PIN, layout.AT_HITS],
+        "itemsize": layout.ROW_BYTES,
+    }
+)
+"""`ledger.ROW`."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +58,8 @@ def read_header(descriptor: int) -> Header:
     """Raises Unusable where this is no ledger that can be read here. The descriptor stays its owner's."""
     if os.fstat(descriptor).st_size != layout.LEDGER_BYTES:
         raise Unusable("its ledger is of another release")
-    mapping = Mapping(descriptor, layout.LEDGER_BYTES, writable=False)
-    magic, *rest = layout.HEADER.unpack_from(mapping.bytes.data, 0)
+    # Not through a mapping: where the page was never made and the file system is full, that would end the process.
+    magic, *rest = layout.HEADER.unpack(os.pread(descriptor, layout.HEADER.size, 0))
     found = Header(*rest)
     if magic != layout.MAGIC:
         raise Unusable("its ledger was not finished")
@@ -67,22 +76,21 @@ class Left:
     rows: dict[int, SegmentRows]
     slots: dict[int, int]
     """Of each segment, how many slots it had; 0 where it was in no pool."""
+    lost: list[int] = field(default_factory=list)
+    """Places of segments whose memory is not there, or not the one that was written down."""
 
-    def blocks(self) -> Iterator[Row]:
-        """Every row that is whole, by depth. A million of them at once would be half a GB: one by one."""
-        refs = [np.empty(0, np.uint64)]
-        depths = [np.empty(0, np.uint32)]
+    def blocks(self) -> Rows:
+        """Every row that is whole."""
+        parts = [np.empty(0, FOUND)]
         for number in self.rows:
             slots = self._whole(number)
-            refs.append(slots.astype(np.uint64) | np.uint64(number << 32))
             if len(slots):
-                depths.append(self._table(number).view("<u4")[slots, layout.AT_DEPTH // 4])
-        order = np.argsort(np.concatenate(depths), kind="stable")
-        for ref in np.concatenate(refs)[order]:
-            at = int(ref)
-            fields = layout.ROW.unpack_from(self.rows[at >> 32].raw, (at & 0xFFFFFFFF) * layout.ROW_BYTES)
-            _, key, parent, namespace, depth, stored, used, life, pin, hits = fields
-            yield at, key, parent, namespace, depth, stored, used, life, pin, min(hits, HITS_MAX)
+                whole = self._table(number)[slots].view(_ROW)[:, 0]
+                part = np.empty(len(slots), FOUND)
+                for name in FOUND.names or ():
+                    part[name] = slots.astype(np.uint64) | np.uint64(number << 32) if name == "ref" else whole[name]
+                parts.append(part)
+        return np.concatenate(parts)
 
     def blocks_of(self) -> Counter[int]:
         """How many each tenant has."""
@@ -103,12 +111,17 @@ class Left:
         return np.flatnonzero(self._table(number).view("<u8")[:, 0] == layout.SET)
 
 
-def read(ledger: Ledger, memory: dict[str, int], last_segment: int) -> Left:
+def namespaces_end(descriptor: int) -> int:
+    """Up to where a ledger has pages for namespaces: one that was never made must not be looked at (see above)."""
+    return min(os.lseek(descriptor, layout.NAMESPACES_AT, os.SEEK_HOLE), layout.SESSIONS_AT)
+
+
+def read(ledger: Ledger, memory: dict[str, int], last_segment: int, made_to: int = layout.SESSIONS_AT) -> Left:
     """Everything that fits; `memory` has what was found, by name. Raises Unusable where the whole does not fit."""
     tenants = list(_tenants(ledger))
     if len(set(tenants)) != len(tenants):
         raise Unusable("its ledger names a tenant twice")
-    namespaces = list(_namespaces(ledger))
+    namespaces = list(_namespaces(ledger, made_to))
     if any(not n.tenant < len(tenants) for n in namespaces):
         raise Unusable("its ledger has a namespace of no tenant")
     if len({(n.tenant, n.digest) for n in namespaces}) != len(namespaces):
@@ -118,7 +131,8 @@ def read(ledger: Ledger, memory: dict[str, int], last_segment: int) -> Left:
         found = _segment(ledger, place, memory, left)
         if found is not None:
             left.found.segments.append(found)
-        else:
+        elif ledger.numbers[(layout.SEGMENTS_AT + place * layout.SEGMENT_BYTES) >> 3]:
+            left.lost.append(place)
             ledger.strike_segment(place)
     left.found.segments.sort(key=lambda segment: segment.id)
     return left
@@ -133,8 +147,8 @@ def _tenants(ledger: Ledger) -> Iterator[str]:
         yield _text(name, length)
 
 
-def _namespaces(ledger: Ledger) -> Iterator[NamespaceFound]:
-    for number in range(holds.NAMESPACES_MAX):
+def _namespaces(ledger: Ledger, made_to: int) -> Iterator[NamespaceFound]:
+    for number in range((made_to - layout.NAMESPACES_AT) // layout.NAMESPACE_BYTES):
         at = layout.NAMESPACES_AT + number * layout.NAMESPACE_BYTES
         if ledger.numbers[at >> 3] != layout.SET:
             return

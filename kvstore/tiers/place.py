@@ -12,7 +12,6 @@ from collections.abc import Mapping as Named
 from contextlib import suppress
 from pathlib import Path
 
-from kvstore.config.values import format_size
 from kvstore.errors import ConfigError, StartupError
 from kvstore.instance import describe_process, private_directory
 from kvstore.sdnotify import Notifier
@@ -31,8 +30,13 @@ class Directory:
     """A directory of the daemon's own on a tmpfs, one file a name.
 
     Files cannot be sealed: who may write to one can also cut it short, and so end the daemon.
-    So only processes of the daemon's own user are given any to write to.
+    So only processes of the daemon's own user are given any to write to. Others may fill the file
+    system: every page is made when its file is, or before it is touched, and none is punched out
+    of a file that somebody may still have mapped.
     """
+
+    kind = "directory"
+    punches = False
 
     def __init__(self, path: Path) -> None:
         """Makes and locks it. Raises StartupError, and ConfigError for a path that can never be used."""
@@ -82,25 +86,37 @@ class Directory:
     def tidy(self) -> None: ...
 
     def check_room(self, size_bytes: int) -> None:
-        found = os.statvfs(self.path)
-        free_bytes = found.f_bavail * found.f_frsize
-        if size_bytes > free_bytes and found.f_blocks:  # none: without a limit
+        free_bytes = self.free_bytes
+        if free_bytes is not None and size_bytes > free_bytes:
             raise StartupError(
-                f"host.size: {format_size(size_bytes)} more have no room on the file system of host.persist = "
+                f"host.size: {-(-size_bytes >> 20)}MiB more have no room on the file system of host.persist = "
                 f"{self.path}, which has {free_bytes >> 20}MiB free: free some, enlarge it (mount -o remount,size=), "
                 "or make host.size smaller"
             )
 
+    @property
+    def free_bytes(self) -> int | None:
+        found = os.statvfs(self.path)
+        return found.f_bavail * found.f_frsize if found.f_blocks else None
+
     def close(self) -> None:
         os.close(self._lock)
+
+    @property
+    def trouble(self) -> str:
+        return ""
 
 
 class DescriptorStore:
     """Memfds of which systemd keeps a descriptor, as long as the unit restarts and does not stop."""
 
+    kind = "fdstore"
+    punches = True
+
     def __init__(self, notifier: Notifier, left: Named[str, int]) -> None:
         """`left`: what systemd handed over, by name."""
         self._notifier = notifier
+        self.path = ""
         self._left = dict(left)
         self._unremoved: set[str] = set()
 
@@ -130,6 +146,18 @@ class DescriptorStore:
 
     def check_room(self, size_bytes: int) -> None: ...
     def close(self) -> None: ...
+
+    @property
+    def free_bytes(self) -> int | None:
+        return None
+
+    @property
+    def trouble(self) -> str:
+        return "" if self._notifier.keeps else "host.persist is fdstore, and this is no service of systemd"
+
+
+Lasting = Directory | DescriptorStore
+"""A place where memory outlives the daemon."""
 
 
 def _file_system(path: Path) -> int:

@@ -46,6 +46,10 @@ class SlabSegment:
 class Place(Protocol):
     """Memory by name."""
 
+    punches: bool
+    """Pages of what is let go are punched out, whoever has them mapped, who sees zeros from then on. Where they lie
+    on a file system that may be full, that could be the end of him (SIGBUS): there they go with the last mapping."""
+
     def found(self) -> dict[str, int]:
         """Descriptors of what an earlier daemon left; the caller's from now on."""
 
@@ -92,6 +96,8 @@ def open_read_only(descriptor: int) -> int:
 
 class Nowhere:
     """Memory that ends with the process (and the last client that has it mapped)."""
+
+    punches = True
 
     def found(self) -> dict[str, int]:
         return {}
@@ -159,7 +165,7 @@ class Slab:
         """A segment that was dropped meanwhile goes now: pages that are made after they were punched out would stay."""
         segment.busy = False
         if self._segments.get(segment.id) is not segment:
-            _punch_and_close(segment)
+            self._let_go(segment)
 
     def make_all(
         self, sizes: dict[int, int], progress: Callable[[int, int], None], left: dict[int, int] | None = None
@@ -194,16 +200,21 @@ class Slab:
         self.added(segment)
 
     def drop(self, segment: int) -> None:
-        """Gives the pages back to the system at once, whoever still has them mapped, and forgets the segment.
+        """Gives the pages back to the system (`Place.punches`: at once) and forgets the segment.
 
-        Clients that still look at it see zeros, and their reads do not count: every
+        Clients that still look at it may see zeros, and their reads do not count: every
         block in it was withdrawn from the index before.
         """
         gone = self._segments.pop(segment)
         self.dropping(segment)
         self.place.remove(segment_name(segment))
         if not gone.busy:
-            _punch_and_close(gone)
+            self._let_go(gone)
+
+    def _let_go(self, segment: SlabSegment) -> None:
+        if self.place.punches:
+            punch_hole(segment.descriptor, segment.mapping.size_bytes)
+        _close(segment)
 
     def descriptor(self, segment: int, read_only: bool) -> int:
         """For sending; stays the slab's. Raises OSError where no further descriptor can be opened."""
@@ -236,11 +247,6 @@ def punch_hole(descriptor: int, size_bytes: int) -> None:
     if _libc.fallocate(descriptor, mode, ctypes.c_long(0), ctypes.c_long(size_bytes)) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"punching {size_bytes} bytes out of a segment: {os.strerror(number)}")
-
-
-def _punch_and_close(segment: SlabSegment) -> None:
-    punch_hole(segment.descriptor, segment.mapping.size_bytes)
-    _close(segment)
 
 
 def _close(segment: SlabSegment) -> None:

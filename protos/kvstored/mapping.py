@@ -7,6 +7,7 @@ through ctypes, which releases the GIL, in pieces of at most 64 MiB.
 """
 
 import ctypes
+import errno
 import mmap
 import os
 import weakref
@@ -93,10 +94,16 @@ class Mapping:
     def populate(self, *, write: bool, start: int = 0, size_bytes: int | None = None) -> None:
         """Makes the page tables of the mapping or of a part in whole pages, allocating them if `write`. Raises OSError.
 
-        EFAULT: there is no memory, where touching the page would end the process with SIGBUS.
+        ENOSPC: there is no memory for a page, where touching it would end the process with SIGBUS.
         """
         end = self.size_bytes if size_bytes is None else start + size_bytes
-        self._advise(MADV_POPULATE_WRITE if write else MADV_POPULATE_READ, start, end)
+        try:
+            self._advise(MADV_POPULATE_WRITE if write else MADV_POPULATE_READ, start, end)
+        except OSError as e:
+            if e.errno != errno.EFAULT:
+                raise
+            why = f"no room for {end - start} bytes of shared memory: its file system, or memory, is full"
+            raise OSError(errno.ENOSPC, why) from e
 
     def lock(self) -> None:
         """Keeps the pages out of swap. Raises OSError (ENOMEM or EPERM: RLIMIT_MEMLOCK)."""

@@ -8,8 +8,8 @@ import threading
 from functools import partial
 from pathlib import Path
 
-from kvstore import moving
 from kvstore.cli.daemon import main
+from kvstore.moving import mover
 from kvstore.tiers.ssd.directory import SsdDirectory
 from kvstore.tiers.ssd.files import FileLayer
 from tests.conftest import RunningDaemon
@@ -58,5 +58,5 @@ class SlowDiskDaemon(RunningDaemon):
 
 if __name__ == "__main__":
     layer = HangingLayer(Path(sys.argv.pop(1)))
-    setattr(moving, "SsdDirectory", partial(SsdDirectory, layer=layer))  # noqa: B010 (no name that it exports)
+    setattr(mover, "SsdDirectory", partial(SsdDirectory, layer=layer))  # noqa: B010 (no name that it exports)
     main()

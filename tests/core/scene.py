@@ -8,6 +8,7 @@ from kvstore.core.audit import Published
 from kvstore.core.holds import Namespace, Session, Tenant
 from kvstore.core.segments import PAGE_BYTES, DropSegment, MakeSegment
 from kvstore.core.store import Store
+from kvstore.core.tree import Numbers
 
 PAGE = PAGE_BYTES
 
@@ -32,6 +33,14 @@ class Index:
     def publish(self, tenant: int, key: bytes, ref: int, offset: int, length: int, namespace: int) -> None:
         assert (tenant, key) not in self.published, "published twice"
         self.published[tenant, key] = (ref, offset, length, namespace)
+
+    def fill(
+        self, tenant: int, keys: list[bytes], refs: Numbers, offsets: Numbers, lengths: Numbers, namespaces: Numbers
+    ) -> None:
+        assert not any(of == tenant for of, _ in self.published), "filled and not empty"
+        columns = (numbers.tolist() for numbers in (refs, offsets, lengths, namespaces))
+        for key, *place in zip(keys, *columns, strict=True):
+            self.publish(tenant, key, *place)
 
     def withdraw(self, tenant: int, key: bytes) -> None:
         del self.published[tenant, key]

@@ -13,12 +13,13 @@ from kvstore.core.holds import Namespace, Session
 from kvstore.core.link import Block
 from kvstore.core.loads import Ticket
 from kvstore.core.movement import Movement
-from kvstore.core.moves import ForgetRecords, Move, Name, ProbeTier, ReadBlock, VerifyBlock, WriteBlock
+from kvstore.core.moves import ForgetRecords, Move, Name, ProbeTier, ReadBlock, VacateSlots, VerifyBlock, WriteBlock
 from kvstore.core.restore import Restore
 from kvstore.core.schedule import Kind
 from kvstore.core.segments import PAGE_BYTES, DropSegment, MakeSegment
 from kvstore.core.store import Store
 from kvstore.core.tiered import Joined
+from kvstore.core.tree import Numbers
 from kvstored.v1.shm import HOST, SSD
 from tests.core.scene import key_of
 
@@ -42,6 +43,13 @@ class Index:
         assert (tenant, key) not in self.seen, "published twice"
         self.seen[tenant, key] = (ref, offset, length, namespace, flags)
 
+    def fill(
+        self, tenant: int, keys: list[bytes], refs: Numbers, offsets: Numbers, lengths: Numbers, namespaces: Numbers
+    ) -> None:
+        columns = (numbers.tolist() for numbers in (refs, offsets, lengths, namespaces))
+        for key, *place in zip(keys, *columns, strict=True):
+            self.publish(tenant, key, *place)
+
     def withdraw(self, tenant: int, key: bytes) -> None:
         del self.seen[tenant, key]
 
@@ -61,6 +69,10 @@ class Disk:
         self.bytes: dict[int, bytes] = {}
         self.records: dict[tuple[bytes, bytes], tuple[int, int, bytes, int]] = {}
         """Digest of a namespace and key -> extent, checksum, parent, depth."""
+        self.packed: dict[int, int] = {}
+        """Extent -> what a record says that its block takes; 0: not known."""
+        self.left: set[tuple[bytes, bytes]] = set()
+        """Records that could not be deleted: their payload may be gone before them."""
         self.files: dict[int, int] = {}
         self.namespaces: dict[bytes, Namespace] = {}
 
@@ -77,6 +89,8 @@ class Node:
         policy: str = "through",
         queue_pages: int = 64,
         restored: bool = True,
+        packed_pages: int = 0,
+        packed_block_pages: int = 8,
     ) -> None:
         wanted, segments.SEGMENTS_WANTED = segments.SEGMENTS_WANTED, memory_pages // IN_SEGMENT
         self.index = Index()
@@ -87,12 +101,23 @@ class Node:
         segments.SEGMENTS_WANTED = wanted
         queue = queue_pages * PAGE
         self.moving = Movement(
-            self.memory, self.store, self.joined, pid=1, policy=policy, queue_bytes=dict.fromkeys(Kind, queue)
+            self.memory,
+            self.store,
+            self.joined,
+            pid=1,
+            policy=policy,
+            queue_bytes=dict.fromkeys(Kind, queue),
+            packed_bytes=packed_pages * PAGE,
+            packed_block_max=packed_block_pages * PAGE,
         )
+        self.packed_bytes = 0
+        """What blocks that are written from now on take, where that is not their slot."""
         self.disk = disk or Disk()
         self.now = 1000.0
         self.slab: dict[int, bytes] = {}
         self.pending: list[Move] = []
+        self.late: list[Move] = []
+        """Jobs on a directory that was lost under them."""
         self.half: dict[int, str] = {}
         """Jobs whose first step is done -> what a read will report."""
         self.tickets: list[Ticket] = []
@@ -202,6 +227,8 @@ class Node:
 
     def end(self, at: int, error: str = "") -> None:
         """All of a job, and its report; with `error` its second half does not happen."""
+        if isinstance(self.pending[at], VacateSlots):  # workers do so after the deletions that were asked for before
+            at = next(n for n, job in enumerate(self.pending) if n == at or isinstance(job, ForgetRecords))
         if not error:
             self.step(at)
         job, moving = self.pending.pop(at), self.moving
@@ -215,14 +242,20 @@ class Node:
                     job.parent,
                     job.depth,
                 )
-            moving.wrote(job.number, checksum_of(job.key), error, self.now)
+            self.disk.packed[job.extent] = self.packed_bytes
+            moving.wrote(job.number, checksum_of(job.key), error, self.now, self.packed_bytes)
         elif isinstance(job, ReadBlock | VerifyBlock):
             moving.read(job.number, error or self.half.pop(job.number), self.now)
             self.half.pop(job.number, None)
         elif isinstance(job, ForgetRecords):
+            self.disk.left.update(self._catalogued(name) for name in (job.names if error else ()))
             for name in () if error else job.names:
                 self.disk.records.pop(self._catalogued(name), None)
             moving.forgotten(job.number, error)
+        elif isinstance(job, VacateSlots):
+            for extent, _ in () if error else job.slots:
+                self.disk.bytes.pop(extent, None)
+            moving.vacated(job.number, error)
         elif isinstance(job, ProbeTier):
             moving.probed(error)
         elif isinstance(job, MakeSegment):
@@ -248,15 +281,45 @@ class Node:
             again.namespace(numbers[digest], ns.tenant.name, digest, ns.block_bytes, ns.label, 0)
         for (digest, key), (extent, checksum, parent, depth) in sorted(self.disk.records.items()):
             name = (numbers[digest], key)
-            if not again.record(name, extent >> 32, extent & 0xFFFFFFFF, checksum, parent, depth, self.now - 5, 1, 0.0):
+            place, taken = (extent >> 32, extent & 0xFFFFFFFF), self.disk.packed.get(extent, 0)
+            if not again.record(name, *place, checksum, parent, depth, self.now - 5, 1, 0.0, taken):
                 del self.disk.records[digest, key]
         for number in again.unused():
             del self.disk.files[number]
-        again.done()
+        while again.done():
+            pass
         while again.order():
             pass
         self.moving.ready = True
         return again
+
+    def lose(self) -> None:
+        """Its directory is an empty one now; what is under way is left behind, and ends by `end_late`."""
+        moving = self.moving
+        moving.link.go_out_of_use("its directory is lost")
+        moving.leave()
+        moving.losing.leave_behind()
+        self.late += [job for job in self.pending if isinstance(job, ReadBlock | WriteBlock)]
+        self.pending.clear()
+        self.half.clear()
+        self.disk = Disk()
+        while moving.losing.step(3):
+            pass
+        moving.come()
+        self.restore()
+        moving.link.removals.forget()
+
+    def end_late(self, at: int, outcome: str) -> None:
+        """A job on the directory that is lost ends; until now it had its slot."""
+        job = self.late.pop(at)
+        if isinstance(job, WriteBlock):
+            assert self.slab[job.source] == job.key, "a slot was given away while it was written out"
+            self.moving.wrote(job.number, checksum_of(job.key), outcome.replace("ok", ""), self.now)
+        elif isinstance(job, ReadBlock):
+            segment, slot = self.memory.segments.at(job.target)
+            assert segment.state[slot] == segments.GRANTED, "a slot was given away while it was read into"
+            self.slab[job.target] = b"of a directory that is lost"
+            self.moving.read(job.number, outcome, self.now)
 
     def killed(self, **how: int | str) -> "Node":
         """The next life: of this one, only the disk is left."""
@@ -287,6 +350,7 @@ class Node:
                 seen[here.id, key] = (ref, flags | SSD)
         assert {name: (found[0], found[4]) for name, found in self.index.seen.items()} == seen, "readers see otherwise"
         reading = {loading.job.target for loading in self.moving.loads.loading.values() if loading.job}
+        reading |= {job.target for job in self.late if isinstance(job, ReadBlock)}
         for tenant in self.memory.tenants.values():
             session = link.on_memory.session(tenant)
             assert set(session.granted) == {ref for ref in reading if self._tenant(ref) == tenant.id}

@@ -101,6 +101,20 @@ def circle(scene: Scene) -> None:
     table.child[row(scene, 5)] = row(scene, 0)
 
 
+def circle_of_siblings(scene: Scene) -> None:
+    """Two children of one parent lead to each other, and the list that the parent knows ends before them."""
+    more = [key_of(f"sibling {i}") for i in range(2)]
+    for key in more:
+        scene.commit([key], scene.reserve(1), after=chain("a", 6)[2], depth=3)
+    table, (one, other) = scene.store.table, [scene.tenant.rows[key] for key in more]
+    first = row(scene, 3)
+    for child in table.children(row(scene, 2)):
+        table.sibling[child] = table.sibling_before[child] = -1
+    table.child[row(scene, 2)] = first
+    table.sibling[one] = table.sibling_before[one] = other
+    table.sibling[other] = table.sibling_before[other] = one
+
+
 DAMAGE: dict[str, Callable[[Scene], None]] = {
     "spare": lambda scene: add(scene.store.segments, "spare_bytes", 4096),
     "owned": lambda scene: scene.store.segments.owned.update({0: 1}),
@@ -127,6 +141,7 @@ DAMAGE: dict[str, Callable[[Scene], None]] = {
     "row sibling": column("sibling", 5, 0),
     "free row": free_row,
     "circle": circle,
+    "circle of siblings": circle_of_siblings,
     "list": no_more,
     "list length": lambda scene: add_to(scene.store.pool(scene.ns).order.listed),
     "missing": lambda scene: scene.tenant.missing.clear(),

@@ -34,17 +34,25 @@ def test_a_payload_that_files_do_not_bound_is_written_no_further_and_made_less()
     node = Node(memory_pages=64, disk_pages=128)
     node.put(chain("a", 20))
     node.run()
-    node.moving.make_less(disk_full=True, too_large=False)
+    node.moving.make_less("no more is free", evict=False)
     node.run()
-    assert "ssd.free_floor" in node.moving.link.no_file
+    assert len(node.disk.records) == 20
+    node.moving.make_less("no more is free", evict=True)
+    node.run()
+    assert node.moving.link.no_file == "no more is free"
     assert len(node.disk.records) == 19
     node.put(chain("b", 4))
     node.run()
     assert len(node.disk.records) == 19
-    node.moving.make_less(disk_full=False, too_large=False)
+    said: list[str] = []
+    node.moving.writes.wait_durable(node.ns, chain("b", 2), lambda waiter: said.append(waiter.why))
+    assert said == []
+    node.moving.make_less("no more is free", evict=False)
+    assert said == ["no room on the SSD: no more is free"], "somebody waits for what is not written"
+    node.moving.make_less("", evict=False)
     node.run()
     assert not node.moving.link.no_file
-    assert len(node.disk.records) == 23
+    assert len(node.disk.records) == 21, "what nobody waits for is written when there is room again"
     node.check()
 
 

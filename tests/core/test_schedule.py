@@ -38,7 +38,10 @@ class Device:
             self.moved[kind] += size
 
 
-@pytest.mark.parametrize("kinds", [list(Kind), [Kind.LOAD, Kind.WRITE], [Kind.PREFETCH, Kind.WRITE]], ids=str)
+KINDS = [list(Kind), [Kind.LOAD, Kind.PREFETCH], [Kind.LOAD, Kind.WRITE], [Kind.PREFETCH, Kind.WRITE]]
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids=str)
 @pytest.mark.parametrize("sizes", [(2 << 20,), (64 << 10, 2 << 20), (512 << 10,)], ids=str)
 def test_under_saturation_each_kind_gets_its_share_within_20_percent(kinds: list[Kind], sizes: tuple[int, ...]) -> None:
     seed = random.randrange(1 << 32)
@@ -58,6 +61,33 @@ def test_under_saturation_each_kind_gets_its_share_within_20_percent(kinds: list
     for kind in kinds:
         share = SHARES[kind] / shares
         assert 0.8 * share <= device.moved[kind] / whole <= 1.2 * share, (kind, device.moved)
+
+
+@pytest.mark.parametrize("alone", list(Kind), ids=str)
+def test_who_had_the_disk_alone_has_its_share_of_it_when_others_come(alone: Kind) -> None:
+    """Writes that had filled an SSD were not begun for 15 s of loads and prefetches: they had all been counted."""
+    schedule: Scheduler[int] = Scheduler(BOUNDS)
+    device, names = Device(schedule), count()
+
+    def keep_busy(kinds: list[Kind], size_bytes: int) -> dict[Kind, int]:
+        before = dict(device.moved)
+        while sum(device.moved.values()) < sum(before.values()) + size_bytes:
+            for kind in kinds:
+                while len(schedule.queues[kind].level) < 32:
+                    job = next(names)
+                    device.sizes[job] = 2 << 20
+                    assert schedule.offer(kind, job, device.sizes[job])
+            schedule.run(device.begin)
+            device.until_one_ends()
+        return {kind: device.moved[kind] - before[kind] for kind in Kind}
+
+    keep_busy([alone], 200 * BURST_BYTES)
+    while schedule.queues[alone].active:
+        schedule.run(device.begin)
+        device.until_one_ends()
+    moved = keep_busy(list(Kind), 100 * BURST_BYTES)
+    for kind in Kind:
+        assert 0.8 * SHARES[kind] <= moved[kind] / sum(moved.values()) <= 1.2 * SHARES[kind], (kind, moved)
 
 
 def test_a_disk_that_is_slow_to_write_keeps_no_reader_waiting() -> None:
@@ -106,6 +136,31 @@ def test_prefetches_leave_places_to_demand_loads_and_a_kind_alone_has_all() -> N
         schedule.offer(Kind.LOAD, job, 1)
     schedule.run(lambda kind, job: Turn.BEGUN)
     assert schedule.queues[Kind.LOAD].running == READS_KEPT
+
+
+def test_prefetches_give_way_to_writes_that_have_less_than_their_share_and_not_to_those_that_cannot_be() -> None:
+    """Six reads at once took so much of a real disk that writes had three quarters of their share."""
+    schedule: Scheduler[int] = Scheduler(BOUNDS)
+    device, names = Device(schedule, slow=100.0), count()
+
+    def fill() -> None:
+        for kind in (Kind.PREFETCH, Kind.WRITE):
+            while len(schedule.queues[kind].level) < 32:
+                job = next(names)
+                device.sizes[job] = 2 << 20
+                schedule.offer(kind, job, device.sizes[job])
+
+    for _ in range(200):
+        fill()
+        schedule.run(device.begin)
+        device.until_one_ends()
+    fill()
+    schedule.run(device.begin)
+    prefetches, writes = schedule.queues[Kind.PREFETCH], schedule.queues[Kind.WRITE]
+    assert writes.served + BURST_BYTES < prefetches.served
+    assert (prefetches.running, writes.running) == (READS_KEPT, WRITES_MAX)
+    schedule.run(device.begin, [Kind.WRITE])  # no file for them: nothing is gained by waiting
+    assert prefetches.running == READS_MAX - READS_KEPT
 
 
 def test_higher_priority_goes_first_and_what_has_to_wait_keeps_its_place() -> None:

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,13 +43,13 @@ def keys(ns: Namespace, count: int = BLOCKS) -> list[bytes]:
     return [ns.key(b"%d" % i) for i in range(count)]
 
 
-def evict(node: RunningDaemon, *arguments: object, stdin: str = "") -> tuple[int, dict[str, int], str]:
+def evict(node: RunningDaemon, *arguments: object, stdin: str = "") -> tuple[int, dict[str, Any], str]:
     """Without a terminal: exit status, what it says to programs, and its messages."""
     done = cli("evict", *arguments, "--json", "--endpoint", node.endpoint, stdin=stdin)
     return done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr
 
 
-def said(blocks: int, held: int = 0, absent: int = 0, pinned: int = 0, leased: int = 0) -> dict[str, int]:
+def said(blocks: int, held: int = 0, absent: int = 0, pinned: int = 0, leased: int = 0) -> dict[str, Any]:
     return {
         "blocks": blocks,
         "size_bytes": blocks * BLOCK,
@@ -61,6 +62,7 @@ def said(blocks: int, held: int = 0, absent: int = 0, pinned: int = 0, leased: i
         "leased_bytes": leased * BLOCK,
         "ssd_blocks": 0,
         "ssd_bytes": 0,
+        "not_on_disk_yet": "",
     }
 
 

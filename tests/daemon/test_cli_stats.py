@@ -18,8 +18,8 @@ def as_dict(message: Message) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
-        if field.name == "ssd":
-            found["ssd"] = as_dict(value) if message.HasField("ssd") else None
+        if field.name in ("ssd", "persist"):
+            found[field.name] = as_dict(value) if message.HasField(field.name) else None
         elif isinstance(value, Message):
             found[field.name] = as_dict(value)
         elif isinstance(value, str | bytes | int | float):
@@ -107,6 +107,23 @@ def test_figures_are_for_people() -> None:
     assert found["hit bytes"] == "3.0 GiB"
     assert found["hit rate"] == "60.0 %"
     assert found["grpc"] == "off"
+
+
+def test_memory_that_outlives_the_daemon_is_told_of() -> None:
+    stats = reply()
+    stats.persist.kind, stats.persist.path, stats.persist.free_bytes = "directory", "/dev/shm/kvstored", 3 << 30
+    stats.persist.adopted_blocks, stats.persist.adopted_segments, stats.persist.adopted_s = 65536, 64, 0.25
+    found = lines(shown(stats).partition("memory over restarts")[2].partition("\npools")[0])
+    assert found["host.persist"] == "/dev/shm/kvstored (directory)"
+    assert found["state"] == "what is in memory outlives the daemon"
+    assert found["room left"] == "3.0 GiB"
+    assert found["at the start"].startswith("65536 blocks in 64 segments, 0 sessions, within ")
+    assert "left out" not in found
+    stats.persist.trouble, stats.persist.cold, stats.persist.lost_segments = "no room", "its ledger was not finished", 2
+    found = lines(shown(stats).partition("memory over restarts")[2].partition("\npools")[0])
+    assert found["state"] == "NOT ALL OF IT: no room"
+    assert found["at the start"] == "empty: its ledger was not finished"
+    assert found["left out"] == "0 blocks, 2 segments"
 
 
 def test_what_needs_attention_is_said() -> None:

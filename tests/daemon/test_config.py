@@ -34,8 +34,8 @@ def problems(
     return caught.value.problems
 
 
-def problem(override: str) -> str:
-    found = problems(overrides=[override])
+def problem(*overrides: str) -> str:
+    found = problems(overrides=overrides)
     assert len(found) == 1, found
     return found[0]
 

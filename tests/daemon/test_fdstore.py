@@ -65,6 +65,9 @@ def test_what_systemd_keeps_is_served_by_the_next_process(service: Service, stor
             service.restart()
             back(client)
             assert served(ns, keys) == 100
+            persist = client.stats()["persist"]
+            assert (persist["kind"], persist["path"], persist["trouble"]) == ("fdstore", "", "")
+            assert (persist["adopted_blocks"], persist["cold"]) == (100, "")
         assert all(os.fstat(fd).st_mode & 0o777 == 0o600 for fd in store.kept.values())
 
 
@@ -151,3 +154,7 @@ def test_descriptors_of_no_more_use_are_given_up(service: Service, store: Descri
 def test_without_systemd_it_says_that_memory_ends_with_the_process() -> None:
     with running(host__size="4MiB", host__persist="fdstore") as daemon:
         assert "memory ends with this process" in daemon.output()
+        with Client(daemon.endpoint) as client:
+            stats = client.stats()
+        assert "no service of systemd" in stats["persist"]["trouble"]
+        assert any("no service of systemd" in why for why in stats["daemon"]["degraded"])

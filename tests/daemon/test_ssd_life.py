@@ -3,11 +3,14 @@
 import json
 import os
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from kvstore.cli.connection import EXIT_NOT_WELL
 from kvstore.sdnotify import EXTEND_S
 from kvstore.tiers.ssd.catalogue import Catalogue
 from kvstore.tiers.ssd.files import FileLayer
@@ -55,6 +58,33 @@ def put(client: Client, blocks: int = BLOCKS) -> tuple[Namespace, list[bytes]]:
     return ns, keys
 
 
+@pytest.mark.parametrize("how", ["missing", "short"])
+def test_a_segment_file_that_is_not_what_it_was_is_told_of_once(tmp_path: Path, how: str) -> None:
+    """At the start that finds it; what was in it is a miss, and the rest is served."""
+    with running(**settings(tmp_path / "ssd", ssd__size="64MiB")) as daemon:
+        opened(daemon)
+        with Client(daemon.endpoint) as client:
+            _, keys = put(client)
+        assert daemon.stop() == 0
+        file = sorted((tmp_path / "ssd").glob("segment-*"))[0]
+        if how == "missing":
+            file.unlink()
+        else:
+            os.truncate(file, file.stat().st_size // 2 // SLOT * SLOT)
+        for told in (1, 0, 0):
+            daemon.restart()
+            opened(daemon)
+            assert daemon.output().count("a segment file is damaged") == told
+            with Client(daemon.endpoint) as client:
+                ns = client.raw_namespace("blocks", BLOCK)
+                out = np.empty(BLOCK, np.uint8)
+                found = [
+                    i for i, key in enumerate(keys) if ns.get_into([key], out) and out.tobytes() == block(i, BLOCK)
+                ]
+                assert 0 < len(found) < BLOCKS
+            assert daemon.stop() == 0
+
+
 def checks(daemon: RunningDaemon) -> tuple[int, dict[str, str]]:
     status, _, body = ask(daemon, "/readyz")
     return status, json.loads(body)["checks"]
@@ -89,9 +119,12 @@ def test_a_directory_that_another_daemon_has_is_named_and_taken_over_when_it_is_
             ns, keys = put(client, 3)
             assert ns.get(keys) == [block(i, BLOCK) for i in range(3)]
             for command in ("flush", "verify"):
-                if command == "flush":
-                    done = within(command, "--endpoint", second.endpoint)
-                    assert str(first.pid) in done.stderr
+                began = time.monotonic()
+                done = within(command, "--endpoint", second.endpoint)
+                assert done.exit_code == EXIT_NOT_WELL
+                assert str(first.pid) in done.stderr
+                assert "waiting" not in done.stderr
+                assert time.monotonic() - began < 5, f"{command} waits for an SSD that is out of use"
             refused = within("evict", "--namespace", ns.digest.hex(), "--yes", "--endpoint", second.endpoint)
             assert "what the SSD has is not known yet" in refused.stderr
             done = within(
@@ -213,7 +246,7 @@ def test_a_disk_that_does_not_end_keeps_the_daemon_only_so_long_and_what_is_lost
 ) -> None:
     hold = tmp_path / "hold"
     patches = SLOWLY.format(hold=str(hold)) + (
-        "from kvstore import daemon, moving\ndaemon.SAVE_S = 0.5\nmoving.CLOSE_S = 0.5\n"
+        "from kvstore import daemon\nfrom kvstore.moving import life\ndaemon.SAVE_S = life.CLOSE_S = 0.5\n"
     )
     service = started(place, systemd, patches)
     try:

@@ -74,7 +74,9 @@ def flushed(client: Client) -> None:
 def samples(daemon: RunningDaemon) -> dict[str, float]:
     """Metrics of the SSD, with their one label if any."""
     found = {}
-    for family in text_string_to_metric_families(ask(daemon, "/metrics")[2].decode()):
+    status, _, body = ask(daemon, "/metrics")
+    assert status == 200, body
+    for family in text_string_to_metric_families(body.decode()):
         for sample in family.samples:
             if sample.name.startswith(("kvstored_ssd", "kvstored_degraded")):
                 label = next(iter(sample.labels.values()), "")
@@ -103,7 +105,8 @@ def test_stats_and_metrics_tell_the_same_of_the_ssd(node: RunningDaemon, client:
     assert {row["ssd_blocks"] for row in after["namespaces"] if row["label"] == "blocks"} == {BLOCKS}
     assert after["daemon"]["degraded"] == []
     rise = "kvstored_ssd_moved_blocks_total written"
-    assert now[rise] - was[rise] == BLOCKS
+    assert was[rise] == before["counters"]["written"], "something was written that nobody had asked for"
+    assert now[rise] == ssd["counters"]["written"], "something was written after all that there was"
     assert now["kvstored_ssd_blocks"] == BLOCKS
     assert now["kvstored_ssd_bytes used"] == ssd["used_bytes"]
     assert (now["kvstored_ssd_state open"], now["kvstored_ssd_state restoring"]) == (1, 0)
@@ -211,6 +214,10 @@ def test_evicting_bytes_frees_memory_and_leaves_the_ssd_alone(
     assert client.stats()["ssd"]["blocks"] == BLOCKS
     code, done = as_json(node, "evict", "--bytes", f"{4 * BLOCK}B", "--yes", "--tier", "ssd")
     assert (code, done["blocks"], done["ssd_blocks"]) == (0, 0, 4)
+    shown = within("evict", "--bytes", f"{2 * BLOCK}B", "--yes", "--tier", "ssd", "--endpoint", node.endpoint)
+    assert shown.stdout == (
+        "freed 128 KiB on the SSD: 2 blocks dropped, 0 left because they are leased or pinned, 0 not here\n"
+    )
     wrong = within("evict", "--bytes", "1MiB", "--tier", "all", "--endpoint", node.endpoint)
     assert "--bytes are of one tier" in wrong.stderr
 

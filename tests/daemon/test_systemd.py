@@ -24,7 +24,7 @@ import pytest
 from kvstore.config import as_written, load
 from kvstore.daemon import GRPC_GRACE_S, SAVE_S
 from kvstore.errors import ConfigError, StartupError
-from kvstore.moving import CLOSE_S
+from kvstore.moving.life import CLOSE_S
 from kvstore_client import Client, admin
 from tests.conftest import KVSTORED, RunningDaemon
 from tests.nodes import block, running

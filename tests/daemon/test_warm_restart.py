@@ -74,6 +74,10 @@ def test_ten_thousand_blocks_are_served_again_after_it_was(start_daemon: Start, 
         assert served(ns, keys) == keys
         assert ns.match(keys[:100]).blocks == 100
         assert client.stats()["counters"]["stored"] == 0
+        persist = client.stats()["persist"]
+        assert (persist["kind"], persist["path"], persist["trouble"]) == ("directory", str(place), "")
+        assert (persist["adopted_blocks"], persist["refused_blocks"], persist["cold"]) == (10_000, 0, "")
+        assert 0 < persist["adopted_s"] < 20
 
 
 def test_what_was_acknowledged_under_load_is_there_after_every_kill(start_daemon: Start, place: Path) -> None:
@@ -155,6 +159,7 @@ def test_what_was_known_of_a_block_is_known_again(start_daemon: Start, place: Pa
 def test_other_settings_are_a_clean_start_and_the_old_memory_goes(start_daemon: Start, place: Path) -> None:
     daemon = start_daemon(host__size="4MiB", host__persist=str(place))
     with Client(daemon.endpoint) as client:
+        assert client.stats()["persist"]["cold"] == "no daemon before this one has left anything"
         ns = client.raw_namespace("size", BLOCK)
         keys = [ns.key(b"%d" % i) for i in range(32)]
         assert put(ns, keys) == 32
@@ -165,6 +170,7 @@ def test_other_settings_are_a_clean_start_and_the_old_memory_goes(start_daemon: 
         assert "host.size was 4MiB and is 8MiB now" in daemon.output()
         assert sum(path.stat().st_size for path in place.glob("segment-*")) == 8 << 20
         back(client)
+        assert client.stats()["persist"]["cold"] == "host.size was 4MiB and is 8MiB now"
         assert served(ns, keys) == []
         assert put(ns, keys) == 32
         daemon.stop()
@@ -206,10 +212,17 @@ def test_a_segment_that_is_not_the_one_that_was_written_down_is_left_out(start_d
         paths[1].unlink()
         daemon.restart()
         back(client)
+        assert client.stats()["persist"]["lost_segments"] == len(paths[::2]) + 1
+        assert daemon.output().count("memory that an earlier daemon wrote down is not there") == 1
         assert len(served(ns, keys)) < 64
         assert put(ns, keys) == 64
         assert served(ns, keys) == keys
         assert sum(path.stat().st_size for path in place.glob("segment-*")) == 4 << 20
+        daemon.kill()
+        daemon.restart()
+        back(client)
+        assert served(ns, keys) == keys
+        assert client.stats()["persist"]["lost_segments"] == 0, "it is told of once"
 
 
 def test_another_block_size_has_all_of_the_memory_after_a_restart(start_daemon: Start, place: Path) -> None:

@@ -1,4 +1,4 @@
-"""A kvstored whose disk does as a test says: `python -m tests.faults.faulty_disk RULES [arguments of kvstored]`.
+"""A kvstored whose disk does as a test says: `python -m tests.faults.faulty_disk RULES LIMITS [arguments of kvstored]`.
 
 RULES is a file of JSON that is read anew whenever it changes: what becomes of each call of the
 file layer, by its name ("read", "write", "sync", "allocate", "free_bytes", ... or "*"):
@@ -8,8 +8,14 @@ file layer, by its name ("read", "write", "sync", "allocate", "free_bytes", ... 
     {"write": {"errno": 5, "after_bytes": 8192}}     the same, when so much of it has gone
     {"read": {"at_most": 4096}}                      fewer bytes move than were asked for
     {"read": {"hangs": true}}                        it ends when the rule does
+    {"read": {"hangs": "begun"}}                     the same for those that hang already, and no others
     {"records": {"errno": 5}}                        reading records from the catalogue fails behind the first few
     {"records": {"corrupt": true}}                   they cannot be read, now or later
+    {"names": {"bug": true}}                         it meets an error of our own
+    {"commits": {"corrupt": true}}                   RocksDB says once that the catalogue is corrupt
+    {"unlink": {"errno": 5, "name": "segment-", "but": 1}}   only where a name begins so, and not the first time
+
+LIMITS is JSON: names of limits of the daemon and their values, `{"movement.SILENT_WRITE_S": 0.5}`.
 """
 
 import contextlib
@@ -23,9 +29,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvstore import daemon, moving
+from kvstore import daemon
 from kvstore.cli.daemon import main
 from kvstore.core import movement
+from kvstore.moving import drops, life, mover, removals
+from kvstore.server import removing
 from kvstore.tiers.ssd import catalogue
 from kvstore.tiers.ssd.directory import SsdDirectory
 from kvstore.tiers.ssd.files import FileLayer
@@ -62,6 +70,8 @@ class Rules:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._stamp = (0, 0)
+        self._told: set[str] = set()
+        self._passed: dict[str, int] = {}
         self._rules: dict[str, dict[str, Any]] = {}
 
     def of(self, call: str) -> dict[str, Any]:
@@ -70,7 +80,23 @@ class Rules:
         if stamp != self._stamp:
             self._rules = json.loads(self._path.read_text())
             self._stamp = stamp
+            self._told.clear()
+            self._passed.clear()
         return self._rules.get(call) or self._rules.get("*") or {}
+
+    def meant(self, call: str, rule: dict[str, Any], path: str) -> bool:
+        """Whether the rule is about this call."""
+        if not Path(path).name.startswith(rule.get("name", "")):
+            return False
+        passed = self._passed[call] = self._passed.get(call, 0) + 1
+        return passed > int(rule.get("but", 0))
+
+    def once(self, call: str, what: str) -> bool:
+        """Whether its rule says so, and this is the first call since it does."""
+        if not self.of(call).get(what) or call in self._told:
+            return False
+        self._told.add(call)
+        return True
 
 
 class FaultyLayer(FileLayer):
@@ -86,14 +112,17 @@ class FaultyLayer(FileLayer):
         """Waits as long as the call's rule says; answers it."""
         rule = self.rules.of(call)
         self._never.wait(rule.get("delay_s", 0.0))
-        while rule.get("hangs"):
-            self._never.wait(LOOK_S)
-            rule = self.rules.of(call)
+        if rule.get("hangs") != "begun":
+            while rule.get("hangs"):
+                self._never.wait(LOOK_S)
+                rule = self.rules.of(call)
         return rule
 
     def _obey(self, name: str, call: Any, *arguments: Any) -> Any:
         rule = self._meet(name)
-        if "errno" in rule:
+        if rule.get("bug"):
+            raise RuntimeError("of a test's")
+        if "errno" in rule and self.rules.meant(name, rule, str(arguments[0]) if arguments else ""):
             raise OSError(rule["errno"], os.strerror(rule["errno"]))
         return call(*arguments)
 
@@ -117,7 +146,8 @@ class FaultyLayer(FileLayer):
 class FaultyDaemon(RunningDaemon):
     """A daemon with such a disk."""
 
-    def __init__(self, directory: Path, settings: dict[str, str]) -> None:
+    def __init__(self, directory: Path, settings: dict[str, str], limits: dict[str, float] | None = None) -> None:
+        self._limits = limits or {}
         self._rules = directory / "rules"
         self.ssd = directory / "ssd"
         self.disk()
@@ -131,7 +161,8 @@ class FaultyDaemon(RunningDaemon):
         fresh.rename(self._rules)
 
     def command(self) -> list[str]:
-        return [sys.executable, "-m", "tests.faults.faulty_disk", str(self._rules), *super().command()[1:]]
+        script = [sys.executable, "-m", "tests.faults.faulty_disk", str(self._rules), json.dumps(self._limits)]
+        return [*script, *super().command()[1:]]
 
 
 def few_records(rules: Rules, read: Any) -> Any:
@@ -152,13 +183,24 @@ def few_records(rules: Rules, read: Any) -> Any:
     return next_records
 
 
+def corrupt_commits(rules: Rules, write: Any) -> Any:
+    """What RocksDB says when a table that it needs is corrupt."""
+
+    def write_batch(self: catalogue.Catalogue, batch: Any) -> None:
+        if rules.once("commits", "corrupt"):
+            raise catalogue.Unreadable("Corruption: of a test's")
+        write(self, batch)
+
+    return write_batch
+
+
 @contextlib.contextmanager
-def faulty(**settings: str) -> Iterator[FaultyDaemon]:
+def faulty(limits: dict[str, float] | None = None, **settings: str) -> Iterator[FaultyDaemon]:
     """A daemon with such a disk and little memory, its SSD open, and gone afterwards: `faulty(host__size="8MiB")`."""
     with tempfile.TemporaryDirectory(prefix="kvstored-test-") as directory:
         found = {"host.size": "8MiB", "ssd.size": "64MiB", "ssd.free_floor": "1MiB"}
         found.update((key.replace("__", "."), value) for key, value in settings.items())
-        started = FaultyDaemon(Path(directory), found)
+        started = FaultyDaemon(Path(directory), found, limits)
         try:
             yield started
         finally:
@@ -166,9 +208,15 @@ def faulty(**settings: str) -> Iterator[FaultyDaemon]:
 
 
 if __name__ == "__main__":
-    layer = FaultyLayer(Path(sys.argv.pop(1)))
-    daemon.SAVE_S, moving.CLOSE_S = SAVE_S, CLOSE_S
-    movement.PROBE_S = moving.OPEN_AGAIN_S = PROBE_S
+    layer, limits = FaultyLayer(Path(sys.argv.pop(1))), json.loads(sys.argv.pop(1))
+    daemon.SAVE_S, life.CLOSE_S = SAVE_S, CLOSE_S
+    movement.PROBE_S = life.OPEN_AGAIN_S = drops.FIRST_S = PROBE_S
+    modules = {"movement": movement, "life": life, "removals": removals, "removing": removing}
+    for name, value in limits.items():
+        module, _, limit = name.partition(".")
+        assert hasattr(modules[module], limit), name
+        setattr(modules[module], limit, value)
+    setattr(catalogue.Catalogue, "_write_batch", corrupt_commits(layer.rules, catalogue.Catalogue._write_batch))  # noqa: B010
     catalogue._next_records = few_records(layer.rules, catalogue._next_records)
-    setattr(moving, "SsdDirectory", partial(SsdDirectory, layer=layer))  # noqa: B010 (no name that it exports)
+    setattr(mover, "SsdDirectory", partial(SsdDirectory, layer=layer))  # noqa: B010 (no name that it exports)
     main(prog_name="kvstored")

@@ -1,5 +1,9 @@
 """Memory serves whatever the SSD is: full, broken, gone, read-only; and the tier comes back by itself.
 
+Of either layout where it means something there. What is injected into the calls of the file layer
+reaches extents only; in RocksDB a small real file system that fills up, and damage to its files
+while the daemon is down, stand in for it.
+
 The field fault: a disk was filled and freed, and writes failed until a restart; an empty CURRENT
 kept the daemon from starting.
 """
@@ -14,15 +18,16 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.tiers.ssd.catalogue import Catalogue
-from kvstore.tiers.ssd.files import FileLayer
-from kvstore.tiers.ssd.format import CATALOGUE_NAME, pack_record
+from kvstore.moving.space import SLACK_BYTES
+from kvstore.tiers.ssd.format import EXTENTS, ROCKSDB, pack_record
 from kvstore_client import Client
 from tests.conftest import RunningDaemon, eventually
 from tests.faults.faulty_disk import FaultyDaemon, faulty
 from tests.faults.tiers import (
     HEALED_S,
+    LAYOUTS,
     catalogue,
+    catalogue_of,
     durably,
     keys_of,
     metric,
@@ -33,9 +38,10 @@ from tests.faults.tiers import (
     put,
     settled,
     ssd,
+    store_of,
 )
 
-BLOCK = 64 << 10
+BLOCK, LARGE = 64 << 10, 256 << 10
 IMAGE_BYTES = 192 << 20
 
 
@@ -95,10 +101,11 @@ def fill(path: Path) -> Path:
     return hog
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_disk_filled_by_others_costs_writes_while_it_is_full_and_nothing_after(
-    mounted: Callable[..., Mounted],
+    mounted: Callable[..., Mounted], layout: str
 ) -> None:
-    daemon = mounted()
+    daemon = mounted(ssd__layout=layout)
     with Client(daemon.endpoint, name="engine", timeout_s=10.0) as client:
         opened(client)
         ns = client.raw_namespace("full", BLOCK)
@@ -136,10 +143,80 @@ def test_a_disk_filled_by_others_costs_writes_while_it_is_full_and_nothing_after
         nothing_held(client)
 
 
-def test_a_file_system_that_is_read_only_at_the_start_is_used_when_it_is_not_any_more(
+FULL = '{ dd if=/dev/zero of="$2/hog" bs=1M; dd if=/dev/zero of="$2/rest" bs=4k; } 2>/dev/null;'
+UNLOADED = 'rm -f "$2/ssd/ballast" && '
+
+
+@pytest.mark.parametrize("before", ["with ballast", "without ballast"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_file_system_that_is_full_at_the_start_costs_nothing_that_was_there(
+    mounted: Callable[..., Mounted], layout: str, before: str
+) -> None:
+    """With ballast it even opens while it is full, so that what is there is served, and could be made less."""
+    daemon = mounted(ssd__layout=layout)
+    with Client(daemon.endpoint, name="engine", timeout_s=10.0) as client:
+        opened(client)
+        ns = client.raw_namespace("full", BLOCK)
+        kept = keys_of(ns, "kept", 200)
+        durably(ns, kept)
+        eventually((daemon.seen / "ssd" / "ballast").exists, 10, "room that can be given back")
+    daemon.kill()
+    daemon.then = (UNLOADED if before == "without ballast" else "") + FULL
+    daemon.restart()
+    with Client(daemon.endpoint, name="engine", timeout_s=10.0) as client:
+        ns = client.raw_namespace("full", BLOCK)
+        if before == "with ballast":
+            opened(client)
+            assert present(ns, kept) == kept
+            assert not (daemon.seen / "ssd" / "ballast").exists()
+        else:
+            eventually(lambda: "No space" in ssd(client)["trouble"], 10, "the reason to be said")
+        assert client.health().healthy, "memory serves"
+        for name in ("hog", "rest"):
+            (daemon.seen / name).unlink()
+        opened(client)
+        assert present(ns, kept) == kept
+        assert not list((daemon.seen / "ssd").glob("aside-*")), "a full disk was taken for a broken catalogue"
+        fresh = keys_of(ns, "fresh", 16)
+        eventually(lambda: put(ns, fresh, durable=True) == [], HEALED_S, "writes to go on")
+        eventually((daemon.seen / "ssd" / "ballast").exists, 10, "room that can be given back, again")
+        assert present(ns, fresh) == fresh
+
+
+def test_a_file_system_smaller_than_ssd_size_is_used_up_to_its_floor_and_blocks_go_for_new_ones(
     mounted: Callable[..., Mounted],
 ) -> None:
-    daemon = mounted(then='mount -o remount,ro "$2" &&')
+    """Layout rocksdb, whose payload no file bounds: the floor holds all along, and nothing is refused."""
+    floor = 24 << 20
+    daemon = mounted(ssd__layout=ROCKSDB, ssd__size="512MiB", ssd__free_floor=f"{floor}B")
+    with Client(daemon.endpoint, name="engine", timeout_s=20.0) as client:
+        opened(client)
+        ns = client.raw_namespace("small", LARGE)
+        for turn in range(24):  # 240 MiB into 192, of which the floor keeps 24
+            keys = keys_of(ns, f"turn {turn}", 40)
+            assert put(ns, keys, durable=True, at_once=8) == []
+            found = os.statvfs(daemon.seen)
+            assert found.f_bavail * found.f_frsize >= floor - SLACK_BYTES
+        now = settled(client)
+        assert now["evicted"] > 0
+        assert (now["trouble"], now["no_file"]) == ("", "")
+        assert now["blocks"] * LARGE > 60 << 20
+        assert present(ns, keys) == keys
+    daemon.kill()
+    daemon.restart()
+    with Client(daemon.endpoint, name="engine", timeout_s=20.0) as client:
+        opened(client)
+        ns = client.raw_namespace("small", LARGE)
+        assert present(ns, keys) == keys
+        assert ssd(client)["blocks"] == now["blocks"]
+        durably(ns, keys_of(ns, "after", 40))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_file_system_that_is_read_only_at_the_start_is_used_when_it_is_not_any_more(
+    mounted: Callable[..., Mounted], layout: str
+) -> None:
+    daemon = mounted(then='mount -o remount,ro "$2" &&', ssd__layout=layout)
     with Client(daemon.endpoint, name="engine", timeout_s=10.0) as client:
         eventually(lambda: "ead-only" in ssd(client)["trouble"], 10, "the reason to be said")
         ns = client.raw_namespace("ro", BLOCK)
@@ -159,33 +236,40 @@ def test_a_file_system_that_is_read_only_at_the_start_is_used_when_it_is_not_any
 
 
 def broken_current(path: Path) -> None:
-    (path / CATALOGUE_NAME / "CURRENT").write_bytes(b"")
+    (store_of(path) / "CURRENT").write_bytes(b"")
 
 
 def missing_current(path: Path) -> None:
-    (path / CATALOGUE_NAME / "CURRENT").unlink()
+    (store_of(path) / "CURRENT").unlink()
 
 
 def broken_manifest(path: Path) -> None:
-    for manifest in (path / CATALOGUE_NAME).glob("MANIFEST-*"):
+    for manifest in store_of(path).glob("MANIFEST-*"):
         manifest.write_bytes(b"\x00garbage" * 100)
 
 
 def cut_manifest(path: Path) -> None:
-    for manifest in (path / CATALOGUE_NAME).glob("MANIFEST-*"):
+    for manifest in store_of(path).glob("MANIFEST-*"):
         os.truncate(manifest, manifest.stat().st_size // 2)
 
 
 def no_catalogue(path: Path) -> None:
-    shutil.rmtree(path / CATALOGUE_NAME)
+    shutil.rmtree(store_of(path))
 
 
-@pytest.mark.parametrize("harm", [broken_current, missing_current, broken_manifest, cut_manifest, no_catalogue])
+HARMS = [
+    *((EXTENTS, harm) for harm in (broken_current, missing_current, broken_manifest, cut_manifest, no_catalogue)),
+    *((ROCKSDB, harm) for harm in (broken_current, missing_current, broken_manifest, cut_manifest)),
+]
+
+
+@pytest.mark.parametrize(("layout", "harm"), HARMS)
 def test_a_catalogue_that_cannot_be_opened_is_set_aside_and_the_start_succeeds(
-    start_daemon: Callable[..., RunningDaemon], tmp_path: Path, harm: Callable[[Path], None]
+    start_daemon: Callable[..., RunningDaemon], tmp_path: Path, layout: str, harm: Callable[[Path], None]
 ) -> None:
     path = tmp_path / "ssd"
-    daemon = start_daemon(ssd__path=str(path), ssd__size="128MiB", ssd__free_floor="1MiB", server__http="127.0.0.1:0")
+    settings = {"ssd__size": "128MiB", "ssd__free_floor": "1MiB", "server__http": "127.0.0.1:0"}
+    daemon = start_daemon(ssd__path=str(path), ssd__layout=layout, **settings)
     with Client(daemon.endpoint, name="engine", timeout_s=10.0) as client:
         opened(client)
         ns = client.raw_namespace("aside", BLOCK)
@@ -204,7 +288,8 @@ def test_a_catalogue_that_cannot_be_opened_is_set_aside_and_the_start_succeeds(
         with urllib.request.urlopen(f"{daemon.http_url}/metrics", timeout=10) as reply:
             assert metric(reply.read().decode(), "kvstored_ssd_aside") == 1
         (aside,) = path.glob("aside-*")
-        assert list(aside.glob("segment-*.kv")), "bytes were deleted"
+        bytes_there = aside.glob("segment-*.kv") if layout == EXTENTS else (aside / "store").glob("*.sst")
+        assert list(bytes_there), "bytes were deleted"
         assert (aside / "REASON").read_text().strip()
         durably(ns, keys)
         assert present(ns, keys) == keys
@@ -225,7 +310,7 @@ def swap_and_cut(daemon: FaultyDaemon) -> None:
     daemon.stop()
     records, _ = catalogue(path)
     first, second = sorted(records, key=lambda record: record.sequence)[:2]
-    opened_catalogue = Catalogue(path / CATALOGUE_NAME, FileLayer())
+    opened_catalogue = catalogue_of(path)
     swapped = [
         first._replace(segment=second.segment, slot=second.slot),
         second._replace(segment=first.segment, slot=first.slot),
@@ -257,17 +342,62 @@ def swap_and_cut(daemon: FaultyDaemon) -> None:
         nothing_held(client)
 
 
-def test_a_directory_that_is_deleted_under_the_daemon_is_told_and_nothing_is_promised_by_it(
+def test_in_rocksdb_swapped_records_and_damaged_blob_files_are_misses_and_removed(
     start_daemon: Callable[..., RunningDaemon], tmp_path: Path
 ) -> None:
     path = tmp_path / "ssd"
-    daemon = start_daemon(ssd__path=str(path), ssd__size="128MiB", ssd__free_floor="1MiB", host__size="8MiB")
+    settings = {"ssd__layout": ROCKSDB, "ssd__size": "128MiB", "ssd__free_floor": "1MiB", "host__size": "8MiB"}
+    daemon = start_daemon(ssd__path=str(path), **settings)
+    with Client(daemon.endpoint, name="engine", timeout_s=10.0) as client:
+        opened(client)
+        ns = client.raw_namespace("swapped", BLOCK)
+        keys = keys_of(ns, "block", 160)  # 10 MiB, so that there are blob files
+        durably(ns, keys)
+    daemon.stop()
+    records, _ = catalogue(path)
+    first, second = sorted(records, key=lambda record: record.sequence)[-2:]
+    opened_catalogue = catalogue_of(path)
+    swapped = [
+        first._replace(segment=second.segment, slot=second.slot),
+        second._replace(segment=first.segment, slot=first.slot),
+    ]
+    opened_catalogue.write(dict(map(pack_record, swapped)))
+    opened_catalogue.close()
+    damaged = min((path / "store").glob("*.blob"))
+    with damaged.open("r+b") as file:
+        file.seek(damaged.stat().st_size // 2)
+        file.write(os.urandom(256))
+    daemon.restart()
+    with Client(daemon.endpoint, name="engine", timeout_s=10.0) as client:
+        opened(client)
+        ns = client.raw_namespace("swapped", BLOCK)
+        found = present(ns, keys)
+        assert not {first.key, second.key} & set(found)
+        assert len(keys) - 4 <= len(found) <= len(keys) - 3, "the two, and the one that lay there"
+        bad = [key for key in keys if key not in found]
+        eventually(lambda: all(ns.match([key]).blocks == 0 for key in bad), 10, "them to be removed")
+        assert ssd(client)["counters"]["corrupt"] == len(bad)
+        durably(ns, bad)
+        only_on_ssd(client, ns, bad)
+        assert present(ns, bad) == bad
+        now = settled(client)
+        assert now["used_bytes"] == now["blocks"] * BLOCK
+        nothing_held(client)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_directory_that_is_deleted_under_the_daemon_is_told_and_nothing_is_promised_by_it(
+    start_daemon: Callable[..., RunningDaemon], tmp_path: Path, layout: str
+) -> None:
+    path = tmp_path / "ssd"
+    settings = {"ssd__size": "128MiB", "ssd__free_floor": "1MiB", "host__size": "8MiB"}
+    daemon = start_daemon(ssd__path=str(path), ssd__layout=layout, **settings)
     with Client(daemon.endpoint, name="engine", timeout_s=10.0) as client:
         opened(client)
         ns = client.raw_namespace("deleted", BLOCK)
         keys = keys_of(ns, "block", 16)
         durably(ns, keys)
-        shutil.rmtree(path)
+        subprocess.run(["rm", "-rf", path], check=True, timeout=30)  # RocksDB may remove files at the same time
         eventually(lambda: "deleted or replaced" in daemon.output(), 10, "the loss to be noticed")
         opened(client)
         durably(ns, keys)
@@ -276,3 +406,35 @@ def test_a_directory_that_is_deleted_under_the_daemon_is_told_and_nothing_is_pro
     with Client(daemon.endpoint, name="engine", timeout_s=10.0) as client:
         opened(client)
         assert present(client.raw_namespace("deleted", BLOCK), keys) == keys
+
+
+def test_a_file_system_unmounted_under_the_daemon_is_not_made_up_for_by_the_one_around_it(
+    mounted: Callable[..., Mounted],
+) -> None:
+    daemon = mounted()
+    with Client(daemon.endpoint, name="engine", timeout_s=10.0) as client:
+        opened(client)
+        ns = client.raw_namespace("unmounted", BLOCK)
+        keys = keys_of(ns, "block", 16)
+        durably(ns, keys)
+        settled(client)
+        inside = ["nsenter", "-m", "-t", str(daemon.pid)]
+        subprocess.run([*inside, "umount", "-l", str(daemon.mountpoint)], check=True, timeout=30)
+        eventually(lambda: "is not mounted any more" in ssd(client)["trouble"], HEALED_S, "the reason to be said")
+        fresh = keys_of(ns, "fresh", 4)
+        assert put(ns, fresh) == []
+        assert present(ns, fresh) == fresh
+        assert list(daemon.mountpoint.iterdir()) == [], "blocks go to the file system around the mount point"
+
+        def unused() -> bool:
+            loops = subprocess.run(["losetup", "-j", str(daemon.image)], capture_output=True, check=True, timeout=30)
+            return not loops.stdout
+
+        eventually(unused, 30, "nothing of it to be held open any more")
+        again = ["mount", "-o", "loop", str(daemon.image), str(daemon.mountpoint)]
+        subprocess.run([*inside, *again], check=True, timeout=30)
+        opened(client)
+        assert present(ns, keys) == keys
+        durably(ns, fresh)
+        settled(client)
+        nothing_held(client)

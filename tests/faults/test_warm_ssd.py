@@ -9,13 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.tiers.ssd.catalogue import Catalogue
-from kvstore.tiers.ssd.files import FileLayer
-from kvstore.tiers.ssd.format import CATALOGUE_NAME, VERSION_KEY
+from kvstore.tiers.ssd.format import EXTENTS, VERSION_KEY
 from kvstore_client import Client
 from tests.conftest import RunningDaemon, eventually
 from tests.faults.faulty_disk import faulty
-from tests.faults.tiers import catalogue, du, durably, keys_of, opened, present, put, settled, ssd
+from tests.faults.tiers import (
+    LAYOUTS,
+    catalogue,
+    catalogue_of,
+    du,
+    durably,
+    keys_of,
+    opened,
+    pieces,
+    present,
+    put,
+    settled,
+    ssd,
+)
 
 SMALL, LARGE = 4 << 10, 64 << 10
 BLOCKS = 10_000
@@ -26,10 +37,11 @@ def with_ssd(start_daemon: Callable[..., RunningDaemon], path: Path, **settings:
     return start_daemon(ssd__path=str(path), **found)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_ten_thousand_blocks_outlive_a_clean_stop_and_a_kill(
-    start_daemon: Callable[..., RunningDaemon], tmp_path: Path
+    start_daemon: Callable[..., RunningDaemon], tmp_path: Path, layout: str
 ) -> None:
-    daemon = with_ssd(start_daemon, tmp_path / "ssd")
+    daemon = with_ssd(start_daemon, tmp_path / "ssd", ssd__layout=layout)
     with Client(daemon.endpoint, name="writer", timeout_s=10.0) as client:
         opened(client)
         ns = client.raw_namespace("warm", SMALL)
@@ -50,24 +62,25 @@ def test_ten_thousand_blocks_outlive_a_clean_stop_and_a_kill(
             assert ssd(client)["counters"]["written"] == 0, "what is there was written again"
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_blocks_of_another_size_after_a_restart_are_a_clean_miss_and_take_the_place_of_the_old(
-    start_daemon: Callable[..., RunningDaemon], tmp_path: Path
+    start_daemon: Callable[..., RunningDaemon], tmp_path: Path, layout: str
 ) -> None:
-    path = tmp_path / "ssd"
-    daemon = with_ssd(start_daemon, path, ssd__size="64MiB")
+    path, scale = tmp_path / "ssd", 1 if layout == EXTENTS else 2
+    daemon = with_ssd(start_daemon, path, ssd__size=f"{64 * scale}MiB", ssd__layout=layout)
     with Client(daemon.endpoint, name="writer", timeout_s=10.0) as client:
         opened(client)
         ns = client.raw_namespace("engine", SMALL)
-        old = keys_of(ns, "block", 9000)
+        old = keys_of(ns, "block", 9000 * scale)
         assert put(ns, old, durable=True, at_once=500) == []
         full = ssd(client)
-        assert full["blocks"] > 7500
+        assert full["blocks"] > 7500 * scale
     daemon.kill()
     daemon.restart()
     with Client(daemon.endpoint, name="writer", timeout_s=10.0) as client:
         opened(client)
         ns = client.raw_namespace("engine", LARGE)
-        keys = keys_of(ns, "block", 1000)
+        keys = keys_of(ns, "block", 1000 * scale)
         assert present(ns, keys) == []
         durably(ns, keys)
         now = settled(client)
@@ -77,24 +90,29 @@ def test_blocks_of_another_size_after_a_restart_are_a_clean_miss_and_take_the_pl
         assert now["blocks"] * LARGE > full["used_bytes"] // 2, "the old bytes are not used again"
         last = keys[-100:]
         assert present(ns, last) == last
-        assert du(path) <= 64 << 20
+        assert du(path) <= scale * 64 << 20
     daemon.stop()
     records, _ = catalogue(path)
     assert len(records) == now["blocks"]
+    places = {(record.segment, record.slot) for record in records}
+    assert layout == EXTENTS or {(segment, slot) for segment, _, slot in pieces(path)} == places, (
+        "the old is still there"
+    )
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_format_of_another_version_is_set_aside_and_said(
-    start_daemon: Callable[..., RunningDaemon], tmp_path: Path
+    start_daemon: Callable[..., RunningDaemon], tmp_path: Path, layout: str
 ) -> None:
     path = tmp_path / "ssd"
-    daemon = with_ssd(start_daemon, path)
+    daemon = with_ssd(start_daemon, path, ssd__layout=layout)
     with Client(daemon.endpoint, name="writer") as client:
         opened(client)
         ns = client.raw_namespace("engine", SMALL)
         keys = keys_of(ns, "block", 10)
         durably(ns, keys)
     daemon.stop()
-    found = Catalogue(path / CATALOGUE_NAME, FileLayer())
+    found = catalogue_of(path)
     found.write({VERSION_KEY: struct.pack(">I", 99)})
     found.close()
     daemon.restart()
@@ -114,11 +132,12 @@ def test_a_format_of_another_version_is_set_aside_and_said(
         assert present(client.raw_namespace("engine", SMALL), keys) == keys
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", ["a passing error", "a corrupt file"])
-def test_records_that_cannot_all_be_read_at_once_cost_nothing_that_was_promised(kind: str) -> None:
+def test_records_that_cannot_all_be_read_at_once_cost_nothing_that_was_promised(kind: str, layout: str) -> None:
     """Found here: read again, each record met its own block and was deleted as a double of it."""
     rule = {"errno": 5} if kind == "a passing error" else {"corrupt": True}
-    with faulty(host__size="8MiB") as daemon:
+    with faulty(host__size="8MiB", ssd__size="128MiB", ssd__layout=layout) as daemon:
         with Client(daemon.endpoint, name="writer", timeout_s=10.0) as client:
             opened(client)
             ns = client.raw_namespace("warm", SMALL)

@@ -1,5 +1,9 @@
 """A block is on the SSD whole, or it is not there: a write that fails at any byte, with readers that race it.
 
+Layout "extents": writes that fail or end half-way are those of the file layer. In RocksDB a block is
+whole because its record is behind it in one log, which tests/tiers/ssd/test_blobs.py cuts at any
+byte and test_ssd_killed.py by kills; a disk that fills up is in test_ssd_optional.py.
+
 The field fault: a disk store failed with a warning, or a read raced the write, and later hits
 gave gibberish, because the key was published before the data was whole.
 """

@@ -1,5 +1,6 @@
 """What tests of the SSD tier ask of a daemon, and what must add up in its figures."""
 
+import struct
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,10 +10,14 @@ import numpy as np
 
 from kvstore.tiers.ssd.catalogue import Catalogue
 from kvstore.tiers.ssd.files import FileLayer
-from kvstore.tiers.ssd.format import CATALOGUE_NAME, Record, SegmentRow
+from kvstore.tiers.ssd.format import CATALOGUE_NAMES, EXTENTS, ROCKSDB, Record, SegmentRow
 from kvstore_client import Client, Namespace
 from tests.conftest import eventually
 from tests.nodes import block, totals
+
+LAYOUTS = (EXTENTS, ROCKSDB)
+"""Of the SSD: what a test says of one it says of both. Faults injected between the daemon and the kernel reach extents
+only, since RocksDB makes its own calls: what stands in for them is said by each test."""
 
 HEALED_S = 60.0
 """Within which the tier is in use again once what was wrong is gone."""
@@ -96,9 +101,36 @@ def nothing_held(client: Client) -> None:
     eventually(free, 10, f"no hold: {totals(client.stats())}")
 
 
+def store_of(path: Path) -> Path:
+    """Where RocksDB is in a directory, whichever layout it has."""
+    (found,) = [path / name for name in CATALOGUE_NAMES.values() if (path / name).exists()]
+    return found
+
+
+def catalogue_of(path: Path) -> Catalogue:
+    """The catalogue of a closed directory, to be closed again."""
+    store = store_of(path)
+    return Catalogue(store, FileLayer(), payload=store.name == CATALOGUE_NAMES[ROCKSDB])
+
+
+def pieces(path: Path) -> set[tuple[int, int, int]]:
+    """Layout "rocksdb": segment, pages of a slot, and slot of all payload in a closed directory."""
+    opened = catalogue_of(path)
+    found: set[tuple[int, int, int]] = set()
+    try:
+        key = opened.payload_from(b"")
+        while key is not None:
+            segment, slot_pages, page = struct.unpack(">III", key)
+            found.add((segment, slot_pages, page // slot_pages))
+            key = opened.payload_from(key + b"\0")
+    finally:
+        opened.close()
+    return found
+
+
 def catalogue(path: Path) -> tuple[list[Record], dict[int, SegmentRow]]:
     """What a closed directory says is in it."""
-    opened = Catalogue(path / CATALOGUE_NAME, FileLayer())
+    opened = catalogue_of(path)
     try:
         records = [record for batch in opened.records() for record in batch]
         return records, {row.number: row for row in opened.segments()}

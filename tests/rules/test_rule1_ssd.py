@@ -19,10 +19,11 @@ SECONDS = 5.0
 Start = Callable[..., Program]
 
 
-@pytest.fixture
-def daemon(start_daemon: Callable[..., RunningDaemon], tmp_path: Path) -> RunningDaemon:
-    """1 MiB: 256 slots of 4 KiB, and an SSD for all that has none there."""
-    return start_daemon(host__size="1MiB", ssd__path=str(tmp_path / "ssd"), ssd__size="1GiB")
+@pytest.fixture(params=["extents", "rocksdb"])
+def daemon(start_daemon: Callable[..., RunningDaemon], tmp_path: Path, request: pytest.FixtureRequest) -> RunningDaemon:
+    """1 MiB: 256 slots of 4 KiB, and an SSD, of either layout, for all that has none there."""
+    settings = {"host__size": "1MiB", "ssd__size": "1GiB", "ssd__layout": request.param}
+    return start_daemon(ssd__path=str(tmp_path / "ssd"), **settings)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore_client import Client, FailedPrecondition, Namespace
+from kvstore_client import Client, FailedPrecondition, Namespace, Unavailable
 from tests.conftest import RunningDaemon, eventually
 from tests.nodes import block
 from tests.rules.processes import Program, exact, fill, names, pool, session, store
@@ -378,3 +378,35 @@ def test_the_daemon_is_told_by_number_not_by_object(ns: Namespace, user: Client)
     assert ref() is None
     assert array.tobytes() == block(keys[0], BLOCK)
     user.close()
+
+
+def test_views_that_are_first_made_when_the_daemon_is_gone_are_right(
+    daemon: RunningDaemon, client: Client, user: Client, ns: Namespace
+) -> None:
+    """By a client that had mapped nothing: what is held for it stays readable, whoever has gone."""
+    own = client.raw_namespace("views", BLOCK)
+    keys = store(own, names("late", 6))
+    lease = ns.acquire(keys)
+    assert len(lease) == 6
+    daemon.kill()
+    assert [bytes(view) for view in lease.views] == [block(key, BLOCK) for key in keys]
+    lease.release()
+    lease.release()
+    with pytest.raises(FailedPrecondition, match="released"):
+        _ = lease.views
+
+
+def test_what_is_committed_while_the_daemon_is_away_is_unavailable_and_given_up(
+    daemon: RunningDaemon, ns: Namespace
+) -> None:
+    keys = [ns.key(name) for name in names("away", 2)]
+    slots = ns.reserve(2)
+    slots.views[0][:] = bytes(BLOCK)
+    daemon.kill()
+    with pytest.raises(Unavailable):
+        slots.commit(keys)
+    with pytest.raises(FailedPrecondition, match="committed or aborted"):
+        slots.commit(keys)
+    slots.abort()
+    with ns.acquire(keys) as lease:
+        assert len(lease) == 0

@@ -167,7 +167,7 @@ def test_what_was_removed_and_cleared_is_gone_after_a_restart_as_well() -> None:
             other.put(cleared)
             program.wire.call(remove=pb.RemoveRequest(namespace_id=program.number, keys=keys[4:]))
             other.wire.call(clear=pb.ClearRequest(namespace_id=other.number))
-        assert node.stop() == 0
+        assert node.stop() == 0, node.output()
         node.restart()
         node.opened()
         with Program(node) as program, Program(node, "cleared") as other:

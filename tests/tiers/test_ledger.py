@@ -55,7 +55,7 @@ class Life:
         return read(Ledger(os.dup(self.descriptor)), dict(self.memory), read_header(self.descriptor).last_segment)
 
     def keys(self) -> dict[bytes, int]:
-        return {row[1]: row[0] for row in self.left().blocks()}
+        return {row["key"].tobytes(): int(row["ref"]) for row in self.left().blocks()}
 
     def close(self) -> None:
         for descriptor in (*self.memory.values(), self.descriptor):
@@ -174,19 +174,19 @@ def live(life: Life, told: Answered) -> None:
 
 def check_what_is_left(life: Life, told: Answered) -> None:
     left = life.left()
-    rows = {row[1]: row for row in left.blocks()}
+    rows = {row["key"].tobytes(): row for row in left.blocks()}
     granted = {ref for session in left.found.sessions for ref in session.granted}
     leased = {ref for session in left.found.sessions for ref in session.leased}
     assert told.granted <= granted
     assert told.leased <= leased
     for key, ref in told.blocks.items():
-        assert rows[key][0] == ref
+        assert rows[key]["ref"] == ref
     names = {key_of(f"k{i}") for i in range(4)}
     for key, row in rows.items():
         assert key in names, "half of a row is a row"
-        assert row[0] not in told.granted, "a row of a slot that somebody writes to"
-        assert (row[3], row[2] in {bytes(32), *names}) == (1, True)
-    assert len({row[0] for row in rows.values()}) == len(rows)
+        assert int(row["ref"]) not in told.granted, "a row of a slot that somebody writes to"
+        assert (row["namespace"], row["parent"].tobytes() in {bytes(32), *names}) == (1, True)
+    assert len({int(row["ref"]) for row in rows.values()}) == len(rows)
     for session in left.found.sessions:
         assert (session.pid, session.born, session.client) == (os.getpid(), 9, "c"), "half of a session is a session"
 
@@ -258,7 +258,7 @@ def test_where_there_is_no_memory_for_a_log_nothing_is_held(life: Life, monkeypa
         acquire_on()
     (found,) = life.left().found.sessions
     assert found.leased == life.session.leased
-    with pytest.raises(ResourceExhausted, match="no memory to write down"):
+    with pytest.raises(ResourceExhausted, match="cannot be written down"):
         life.open(9)
     scene.check()
 

@@ -27,10 +27,12 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from rocksdict import ColumnFamily, Rdict, WriteBatch, WriteOptions
 
+from kvstore.tiers.ssd.budget import SIZE_BYTES, budget_of
 from kvstore.tiers.ssd.files import FileLayer
 from kvstore.tiers.ssd.format import (
     FORMAT_VERSION,
     NAMESPACE_KIND,
+    PACKED_VERSION,
     PROBE_KEY,
     READABLE_VERSIONS,
     RECORD_KIND,
@@ -56,8 +58,9 @@ STALL_STEP_S = 0.005
 REOPEN_WAIT_S = 30.0
 """How long opening again waits for calls that are inside, and calls for opening."""
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 RECORDS_BATCH = 4096
-CURRENT_NAME = "CURRENT"
+CURRENT_NAME, LOG_SUFFIX = "CURRENT", ".log"
 STALL_WORDS, CORRUPTION_WORDS, MACHINE_WORDS = "Write stall", "Corruption", "IO error"
 """How RocksDB names these: db/db_impl/db_impl_write.cc, util/status.cc."""
 
@@ -122,8 +125,22 @@ class _Gate:
 class Catalogue:
     """One open catalogue. Safe in any thread; every call may raise CatalogueError or Unreadable."""
 
-    def __init__(self, path: Path, layer: FileLayer, *, payload: bool = False) -> None:
-        """Opens it, or makes one where nothing is; `payload`: with blocks in it. Raises OSError too."""
+    def __init__(
+        self,
+        path: Path,
+        layer: FileLayer,
+        *,
+        payload: bool = False,
+        size_bytes: int = SIZE_BYTES,
+        make_way: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Opens it, or makes one where nothing is; `payload`: with blocks in it. Raises OSError too.
+
+        `size_bytes` is what the disk may be taken of. `make_way` is asked where there is no room
+        to open it, and answers whether there is more now.
+        """
+        self._budget = budget_of(size_bytes)
+        self._make_way = make_way
         self._path = path
         self._with_payload = payload
         self._layer = layer
@@ -146,6 +163,14 @@ class Catalogue:
             raise
 
     def _open(self) -> None:
+        try:
+            self._open_once()
+        except (CatalogueError, OSError) as e:
+            if not is_no_room(e) or not self._make_way():
+                raise
+            self._open_once()
+
+    def _open_once(self) -> None:
         names = self._layer.names(self._path)
         if not names:
             # With the mode that we want; RocksDB would make it by the umask.
@@ -156,20 +181,22 @@ class Catalogue:
             raise Unreadable(f"{self._path} has no file {CURRENT_NAME}")
         try:
             if self._with_payload:
-                self._db = Rdict(str(self._path), options(payload=True), {PAYLOAD_FAMILY: payload_options()})
+                families = {PAYLOAD_FAMILY: payload_options(self._budget)}
+                self._db = Rdict(str(self._path), options(self._budget, payload=True), families)
                 self._payload = self._db.get_column_family(PAYLOAD_FAMILY)
                 self._payload_handle = self._db.get_column_family_handle(PAYLOAD_FAMILY)
             else:
-                self._db = Rdict(str(self._path), options())
+                self._db = Rdict(str(self._path), options(self._budget))
         except Exception as e:
             raise _fault(e, opening=True) from e
 
     def _check_version(self) -> None:
+        own = PACKED_VERSION if self._with_payload else FORMAT_VERSION
         version = self._call(lambda db: db.get(VERSION_KEY))
         if version is None:
             if self._call(lambda db: next(iter(db.keys()), None)) is not None:
                 raise Unreadable(f"{self._path} has rows and no format version")
-            self.write({VERSION_KEY: pack_version(FORMAT_VERSION)})
+            self.write({VERSION_KEY: pack_version(own)})
             self.is_new = True
             return
         try:
@@ -178,6 +205,8 @@ class Catalogue:
             raise Unreadable(f"{self._path} has {version!r} as its format version") from e
         if found not in READABLE_VERSIONS:
             raise Unreadable(f"{self._path} has format version {found}; this release reads {READABLE_VERSIONS}")
+        if found < own:
+            self.write({VERSION_KEY: pack_version(own)})
 
     # -- what is there
 
@@ -259,6 +288,28 @@ class Catalogue:
         with self._gate.inside():
             self._apply_batch(lambda batch: batch.delete_range(begin, end, self._payload_handle))
 
+    def shorten_log(self) -> None:
+        """Writes out the records that only the log has, and so keep it.
+
+        RocksDB is to do so by itself when its log is long; with a second column family that is written far more it was
+        seen not to, for good.
+        """
+        self._call(lambda db: db.flush(True))
+
+    def delete_payload(self, keys: Sequence[bytes]) -> None:
+        """Deletes these, without waiting for the disk."""
+
+        def fill(batch: WriteBatch) -> None:
+            for key in keys:
+                batch.delete(key, self._payload_handle)
+
+        with self._gate.inside():
+            self._apply_batch(fill)
+
+    def compact_payload(self, compact: Callable[[Rdict], None]) -> None:
+        """What RocksDB does with all of it; `close` waits for its end."""
+        self._call(lambda _: compact(self._of_payload()))
+
     def payload_from(self, key: bytes) -> bytes | None:
         """The first key of payload that is not before `key`."""
         found: Any = self._call(lambda _: next(iter(self._of_payload().keys(from_key=key)), None))
@@ -286,6 +337,11 @@ class Catalogue:
         """What it takes on the disk. Raises OSError."""
         return self._layer.physical_bytes(self._path)
 
+    def log_bytes(self) -> int:
+        """Of that, its log: what is in it takes the disk once more when it is written out. Raises OSError."""
+        logs = (name for name in self._layer.names(self._path) if name.endswith(LOG_SUFFIX))
+        return sum(self._layer.physical_bytes(self._path / name) for name in logs)
+
     def close(self) -> None:
         """Writes out what is in memory and closes; may be called twice.
 
@@ -293,6 +349,11 @@ class Catalogue:
         """
         with self._gate.alone():
             self._close()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether RocksDB still has it: nobody may open or move it then."""
+        return self._db is not None
 
     def _probe(self) -> None:
         said = os.urandom(16)
@@ -416,6 +477,11 @@ def _parsed(parse: Callable[[bytes], _T], value: bytes) -> _T:
         return parse(value)
     except (ValueError, KeyError, TypeError) as e:
         raise Unreadable(f"a row that is none: {value[:200]!r}: {e}") from e
+
+
+def is_no_room(error: Exception) -> bool:
+    """Whether the file system had none."""
+    return getattr(error, "errno", 0) in NO_ROOM or any(os.strerror(number) in str(error) for number in NO_ROOM)
 
 
 def _fault(error: Exception, *, opening: bool = False) -> Exception:

@@ -12,10 +12,14 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from kvstore.errors import StartupError
 from kvstore.instance import describe_process, private_directory, start_ticks
+from kvstore.tiers.ssd.ballast import Ballast
+from kvstore.tiers.ssd.budget import SIZE_BYTES, budget_of
 from kvstore.tiers.ssd.catalogue import CURRENT_NAME, Catalogue, CatalogueError, Unreadable
+from kvstore.tiers.ssd.emptied import knows_nothing
 from kvstore.tiers.ssd.extents import Extents
 from kvstore.tiers.ssd.files import DIRECTORY_MODE, FileLayer
 from kvstore.tiers.ssd.format import (
@@ -49,11 +53,26 @@ class Aside:
     size_bytes: int
 
 
+class Sizes(NamedTuple):
+    """In bytes of the disk."""
+
+    free: int
+    physical: int
+    """All of it; not what was set aside."""
+    catalogue: int
+    """Of that, all but the segment files."""
+    log: int
+    ballast_missing: int
+    """Of what is to give way when there is no room: as much as there should be and is not."""
+
+
 class SsdDirectory:
     """An open directory: its `catalogue`, its `extents`, and what was found on the way."""
 
-    def __init__(self, path: Path, layer: FileLayer | None = None, layout: str = EXTENTS) -> None:
-        """Makes the directory where it is missing.
+    def __init__(
+        self, path: Path, layer: FileLayer | None = None, layout: str = EXTENTS, size_bytes: int = SIZE_BYTES
+    ) -> None:
+        """Makes the directory where it is missing. `size_bytes` is what may be taken of the disk.
 
         Raises DirectoryHeld, StartupError (the path is not safe to use), and, for what may
         pass, CatalogueError or OSError; nothing is held then.
@@ -62,12 +81,22 @@ class SsdDirectory:
         self.layout = layout
         self._layer = layer or FileLayer()
         self._catalogue_name = CATALOGUE_NAMES[layout]
+        self.budget = budget_of(size_bytes)
+        with_payload = layout != EXTENTS
+        ballast_bytes = self.budget.ballast_bytes if with_payload else self.budget.catalogue_ballast_bytes
+        self._ballast = Ballast(self.path, self._layer, ballast_bytes)
         self.set_aside_now: list[Aside] = []
         """What could not be read and was set aside since this object was made."""
         self.leftovers: list[str] = []
         """Files that a crash or another layout left behind, removed now."""
         self.damaged: dict[int, str] = {}
         """Segments whose file is missing or too short, and how; their rows are in the catalogue."""
+        if not self.path.parent.is_dir():
+            # Made by us it would lie in the file system around the one that is not mounted.
+            raise StartupError(
+                f"{self.path.parent} is not there: mount its file system, or make it; "
+                "no more than the last directory of ssd.path is made here"
+            )
         private_directory(self.path)
         if self.path.stat().st_mode & 0o022:
             raise StartupError(f"others may write to {self.path}: name a directory of the daemon's own below it")
@@ -99,6 +128,8 @@ class SsdDirectory:
         self.extents.close()
         with suppress(CatalogueError, Unreadable):
             self.catalogue.close()
+        if self.catalogue.is_open:
+            raise CatalogueError("a call on the catalogue does not end: it cannot be moved")
         self._move_aside(reason)
         self._open_anew()
         return self.set_aside_now[-1]
@@ -129,13 +160,30 @@ class SsdDirectory:
             return False
         return not (isinstance(self.extents, Extents) and self.extents.any_unlinked())
 
-    def free_bytes(self) -> int:
-        """What can still be written to its file system. Raises OSError."""
-        return self._layer.free_bytes(self.path)
+    def sizes(self) -> Sizes:
+        """What it takes, and what its file system has left. Raises OSError."""
+        catalogue, ballast = self.catalogue.physical_bytes(), self._ballast.physical_bytes()
+        return Sizes(
+            free=self._layer.free_bytes(self.path),
+            physical=catalogue + self.extents.physical_bytes() + ballast,
+            catalogue=catalogue + ballast,
+            log=self.catalogue.log_bytes(),
+            ballast_missing=max(self._ballast.size_bytes - ballast, 0),
+        )
 
-    def physical_bytes(self) -> int:
-        """Catalogue and segment files, as they lie on the disk; not what was set aside. Raises OSError."""
-        return self.catalogue.physical_bytes() + self.extents.physical_bytes()
+    def make_room(self, step_bytes: int) -> None:
+        """Layout "rocksdb": a log that is too long goes, and about so much of the garbage; takes its time.
+
+        Raises CatalogueError, Unreadable, OSError.
+        """
+        if self.catalogue.log_bytes() > self.budget.log_bytes:
+            self.catalogue.shorten_log()
+        if step_bytes:
+            self.extents.collect(step_bytes)
+
+    def load_ballast(self) -> None:
+        """Takes room that gives way when there is no other (ballast.py). Raises OSError."""
+        self._ballast.load()
 
     def close(self) -> None:
         """Closes all and gives the lock back; close every `SsdTier` on it before."""
@@ -151,7 +199,16 @@ class SsdDirectory:
         if segments and self._catalogue_name not in names:
             raise Unreadable(f"{len(segments)} segment files and no catalogue in {self.path}")
         with_payload = self.layout != EXTENTS
-        self.catalogue = Catalogue(self.path / self._catalogue_name, self._layer, payload=with_payload)
+        store = self.path / self._catalogue_name
+        if knows_nothing(store, self._layer.names(store), self.budget, payload=with_payload):
+            raise Unreadable(f"tables and a manifest that knows nothing in {store}")
+        self.catalogue = Catalogue(
+            self.path / self._catalogue_name,
+            self._layer,
+            payload=with_payload,
+            size_bytes=self.budget.size_bytes,
+            make_way=self._ballast.drop,
+        )
         try:
             self._check_not_emptied(segments)
             rows = {row.number: row for row in self.catalogue.segments()}
@@ -162,6 +219,18 @@ class SsdDirectory:
                 self.catalogue.close()
             raise
         self.damaged = _damaged(rows, self.extents.existing())
+        for number in self.damaged.keys() & self.extents.existing().keys():
+            with suppress(OSError):  # it stays short, and is told of and tried again at the next start
+                self._lengthen(rows[number])
+
+    def _lengthen(self, row: SegmentRow) -> None:
+        """Gives a file that was cut short its size again. What is in the rest now has no block's checksum."""
+        descriptor = self._layer.open(self.path / segment_name(row.number), os.O_RDWR)
+        try:
+            self._layer.allocate(descriptor, row.size_bytes)
+            self._layer.sync(descriptor)
+        finally:
+            self._layer.close(descriptor)
 
     def _check_not_emptied(self, segments: list[str]) -> None:
         """A catalogue of which a part is missing may open as a new one: it is no reason to delete the files."""

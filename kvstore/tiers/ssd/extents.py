@@ -20,6 +20,7 @@ from pathlib import Path
 from kvstore.core.segments import PAGE_BYTES
 from kvstore.tiers.ssd.files import BLOCK_UNIT_BYTES, FILE_MODE, FileLayer
 from kvstore.tiers.ssd.format import PROBE_NAME, segment_name, segment_number
+from kvstore.tiers.ssd.payload import Place
 
 
 class _File:
@@ -43,6 +44,8 @@ class Extents:
         self._layer = layer
         self._lock = threading.Lock()
         self._files: dict[int, _File] = {}
+        self._unremoved: set[int] = set()
+        """Segments whose files should be gone and could not be unlinked: they take room until a `drop` succeeds."""
         self.direct_refused = self._why_not_direct()
         """Why bytes pass through the page cache; empty where they do not."""
         try:
@@ -88,8 +91,10 @@ class Extents:
             layer.sync_directory(self._path)
             made = self._open(path)
         except OSError as e:
-            with suppress(OSError):
+            try:
                 layer.unlink(path)
+            except OSError as left:
+                self._note_unremoved(segment, left.errno != errno.ENOENT)
             raise _said(e, f"making {path.name} of {size_bytes} bytes") from e
         with self._lock:
             self._files[segment] = made
@@ -107,9 +112,15 @@ class Extents:
             self._layer.unlink(path)
             self._layer.sync_directory(self._path)
         except FileNotFoundError:
-            return
+            pass
         except OSError as e:
+            self._note_unremoved(segment, True)
             raise _said(e, f"removing {path.name}") from e
+        self._note_unremoved(segment, False)
+
+    def _note_unremoved(self, segment: int, unremoved: bool) -> None:
+        with self._lock:
+            (self._unremoved.add if unremoved else self._unremoved.discard)(segment)
 
     def existing(self) -> dict[int, int]:
         """Segment -> bytes in its file, as far as it goes. Raises OSError."""
@@ -124,11 +135,13 @@ class Extents:
     def physical_bytes(self) -> int:
         """What all segment files take on the disk. Raises OSError."""
         with self._lock:
-            return sum(self._layer.stat(f.descriptor).st_blocks * BLOCK_UNIT_BYTES for f in self._files.values())
+            files = sum(self._layer.stat(f.descriptor).st_blocks * BLOCK_UNIT_BYTES for f in self._files.values())
+            unremoved = list(self._unremoved)
+        return files + sum(self._layer.physical_bytes(self._path / segment_name(segment)) for segment in unremoved)
 
     # -- bytes
 
-    def write(self, segment: int, offset: int, view: memoryview) -> None:
+    def write(self, segment: int, offset: int, view: memoryview) -> int:
         """Writes all of `view`; on the disk after `sync`. Raises OSError, with part of it written or none."""
         _check(offset, view)
         done = 0
@@ -144,6 +157,13 @@ class Extents:
                 if not went:
                     raise OSError(errno.EIO, f"{what}: only {done} went")
                 done += went
+        return 0
+
+    def vacate(self, places: Iterable[Place]) -> None:
+        """An extent keeps what it had until it is written again."""
+
+    def collect(self, size_bytes: int) -> None:
+        """Nothing is left over: extents are written in place."""
 
     def read(self, segment: int, offset: int, view: memoryview) -> None:
         """Fills all of `view`. Raises OSError, also where the file ends before."""
@@ -202,11 +222,12 @@ class Extents:
             raise OSError(errno.EIO, f"a page written to {path} as a probe came back as another")
 
     def close(self) -> None:
-        """Closes all files; to be called when no worker uses any."""
+        """Closes all files; one that a worker still uses, whose disk does not answer, is closed by that worker."""
         with self._lock:
             for file in self._files.values():
-                assert not file.users, f"{file.path.name} closed under {file.users} users"
-                self._layer.close(file.descriptor)
+                file.dropped = True
+                if not file.users:
+                    self._layer.close(file.descriptor)
             self._files.clear()
 
     @property

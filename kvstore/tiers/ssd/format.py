@@ -7,6 +7,7 @@ An SSD directory has
     segment-00000001.kv     a run of equal slots: slot n begins at n * slot_bytes
     store/                  layout "rocksdb": catalogue and payload in one, instead of the two above
     removed/                of another layout, on its way out
+    ballast                 takes room that is given back when there is none
     aside-20260131-235959/  what could not be opened, with its REASON; the same names inside
 
 and the catalogue has, under keys whose first byte says what they are,
@@ -38,8 +39,10 @@ from typing import NamedTuple
 
 import xxhash
 
-FORMAT_VERSION = 1
-READABLE_VERSIONS = (1,)
+FORMAT_VERSION, PACKED_VERSION = 1, 2
+"""The second is the first with `Record.packed`, and is that of the layout "rocksdb": in the first it was 0."""
+
+READABLE_VERSIONS = (1, 2)
 """A release reads the version before its own."""
 
 EXTENTS, ROCKSDB = "extents", "rocksdb"
@@ -49,7 +52,7 @@ CATALOGUE_NAMES = {EXTENTS: CATALOGUE_NAME, ROCKSDB: "store"}
 """By layout: what is there says which one it is."""
 
 REMOVED_NAME = "removed"
-PROBE_NAME = "probe.tmp"
+PROBE_NAME, BALLAST_NAME = "probe.tmp", "ballast"
 ASIDE_PREFIX = "aside-"
 REASON_NAME = "REASON"
 
@@ -62,8 +65,8 @@ SEED_BYTES = 8
 _SEGMENT_NAME = re.compile(r"segment-(\d{8,10})\.kv")
 _U32 = struct.Struct(">I")
 _RECORD_KEY = struct.Struct(">cI32s")
-_RECORD = struct.Struct("<IIQQQIIddd")
-"""segment, slot, length, checksum, sequence, depth, hits, created, used, until; then the parent, if there is one."""
+_RECORD = struct.Struct("<IIIIQQIIddd")
+"""segment, slot, length, packed, checksum, sequence, depth, hits, created, used, until; then the parent, if any."""
 
 _PLACE = struct.Struct("<II")
 _HITS_AT = 36
@@ -100,6 +103,8 @@ class Record(NamedTuple):
     """When it may be dropped unasked; 0: never."""
     sequence: int
     """Grows with every record written: where two records claim one slot, the higher one is right."""
+    packed: int = 0
+    """What it takes in the layout "rocksdb", with all that belongs to it; 0: not known, or it takes its slot."""
 
 
 class NamespaceRow(NamedTuple):
@@ -144,6 +149,7 @@ def pack_record(record: Record) -> tuple[bytes, bytes]:
         record.segment,
         record.slot,
         record.length,
+        record.packed,
         record.checksum,
         record.sequence,
         record.depth,
@@ -158,9 +164,11 @@ def pack_record(record: Record) -> tuple[bytes, bytes]:
 def unpack_record(db_key: bytes, value: bytes) -> Record:
     """The record again. Raises struct.error where it is none."""
     _, namespace, key = _RECORD_KEY.unpack(db_key)
-    segment, slot, length, checksum, sequence, depth, hits, created, used, until = _RECORD.unpack_from(value)
+    segment, slot, length, packed, checksum, sequence, depth, hits, created, used, until = _RECORD.unpack_from(value)
     parent = value[_RECORD.size :]
-    return Record(namespace, key, segment, slot, length, checksum, parent, depth, created, used, hits, until, sequence)
+    return Record(
+        namespace, key, segment, slot, length, checksum, parent, depth, created, used, hits, until, sequence, packed
+    )
 
 
 def place_of(value: bytes) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from typing import Literal
 
 from kvstore.tiers.ssd.catalogue import Use
 from kvstore.tiers.ssd.format import NamespaceRow, Record, SegmentRow
+from kvstore.tiers.ssd.payload import Place
 
 OK, MISMATCH = "ok", "mismatch"
 
@@ -96,13 +97,24 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Vacate:
+    """Slots that are nobody's give back what they had; `Vacated`. Until then nothing is to be written there.
+
+    In the log it comes after every `Forget` that was submitted before.
+    """
+
+    number: int
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Probe:
     """See whether the disk takes and gives back bytes, and mend the catalogue if it does; `Probed`."""
 
     number: int
 
 
-Job = Write | Read | Forget | Touch | Describe | Make | Drop | Probe
+Job = Write | Read | Forget | Touch | Describe | Make | Drop | Vacate | Probe
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +122,8 @@ class Wrote:
     number: int
     checksum: int
     error: str = ""
+    packed: int = 0
+    """As `Record.packed`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,19 +164,25 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True)
+class Vacated:
+    number: int
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Probed:
     number: int
     error: str = ""
 
 
-Outcome = Wrote | ReadDone | Forgotten | Touched | Described | Made | Dropped | Probed
+Outcome = Wrote | ReadDone | Forgotten | Touched | Described | Made | Dropped | Vacated | Probed
 
 
-def outcome_of(job: Job, error: str, checksum: int = 0) -> Outcome:
+def outcome_of(job: Job, error: str, checksum: int = 0, packed: int = 0) -> Outcome:
     """How `job` ended, if not as a read that went well."""
     match job:
         case Write():
-            return Wrote(job.number, checksum, error)
+            return Wrote(job.number, checksum, error, packed)
         case Read():
             return ReadDone(job.number, error)
         case Forget():
@@ -175,5 +195,7 @@ def outcome_of(job: Job, error: str, checksum: int = 0) -> Outcome:
             return Made(job.segment, error)
         case Drop():
             return Dropped(job.segment, error)
+        case Vacate():
+            return Vacated(job.number, error)
         case Probe():
             return Probed(job.number, error)

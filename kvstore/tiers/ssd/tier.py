@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
-from kvstore.tiers.ssd.catalogue import Catalogue
+from kvstore.tiers.ssd.catalogue import Catalogue, Unreadable
 from kvstore.tiers.ssd.format import SegmentRow, checksum_of, pack_record, pack_row, segment_key
 from kvstore.tiers.ssd.jobs import (
     MISMATCH,
@@ -35,6 +35,7 @@ from kvstore.tiers.ssd.jobs import (
     Read,
     ReadDone,
     Touch,
+    Vacate,
     Write,
     outcome_of,
 )
@@ -52,7 +53,7 @@ JOBS_MAX = 65536
 
 CLOSING = "the SSD tier is closing"
 
-Commit = Write | Forget | Touch | Describe | Make | Drop | Probe
+Commit = Write | Forget | Touch | Describe | Make | Drop | Vacate | Probe
 
 
 class Left(NamedTuple):
@@ -70,6 +71,7 @@ class _Ready:
 
     job: Commit
     checksum: int = 0
+    packed: int = 0
 
 
 class SsdTier:
@@ -98,6 +100,10 @@ class SsdTier:
         self._unwritten = 0
         """Jobs of the writers that the committer has not and may still get."""
         self._unreported: list[Outcome] = []
+        self.unreadable = ""
+        """The first that a worker found in the catalogue which no other attempt will mend: it is to be set aside."""
+        self._at: dict[str, tuple[float, str]] = {}
+        """Since when each thread that writes or commits is at a call, and what that is."""
         self._readers = [self._thread(f"ssd-read-{n}", self._serve_read) for n in range(readers)]
         self._writers = [self._thread(f"ssd-write-{n}", self._serve_write) for n in range(writers)]
         self._committer = self._thread("ssd-commit", self._serve_commits)
@@ -125,6 +131,14 @@ class SsdTier:
     def pending(self) -> int:
         """Jobs that were taken and not answered."""
         return len(self._pending)
+
+    @property
+    def busy(self) -> tuple[float, str] | None:
+        """Since when the call under way that has taken longest is, but for reads, and what it is; None: there is none.
+
+        A job that waits for a worker is not under way.
+        """
+        return min(list(self._at.values()), default=None)
 
     def close(self, timeout_s: float) -> Left:
         """Ends the threads: what waits for a reader or writer is answered with an error, the rest is finished.
@@ -197,7 +211,7 @@ class SsdTier:
         except Damaged:
             outcome = MISMATCH
         except BaseException as e:  # noqa: BLE001 (whatever it is, it is this job's outcome)
-            outcome = _said(e)
+            outcome = self._said(e)
         self._tell([(job, ReadDone(job.number, outcome))])
         return True
 
@@ -211,18 +225,37 @@ class SsdTier:
             self._commits.put(self._payload(job) if isinstance(job, Write) else self._file(job))
         except BaseException as e:  # noqa: BLE001 (whatever it is, it is this job's outcome)
             self._arrived()
-            self._tell([(job, outcome_of(job, _said(e)))])
+            self._tell([(job, outcome_of(job, self._said(e)))])
+        finally:
+            self._at_nothing()
         return True
+
+    def _begins(self, what: str) -> None:
+        """A call that this thread makes now: how long it takes, `busy` tells."""
+        self._at[threading.current_thread().name] = (time.monotonic(), what)
+
+    def _at_nothing(self) -> None:
+        self._at.pop(threading.current_thread().name, None)
+
+    def _said(self, error: BaseException) -> str:
+        """An error as a sentence, never an empty one."""
+        if isinstance(error, Unreadable):
+            self.unreadable = self.unreadable or str(error)
+        if isinstance(error, OSError) and error.strerror:
+            return str(error.strerror)
+        return f"{type(error).__name__}: {error}" if not str(error) else str(error)
 
     def _payload(self, job: Write) -> _Ready:
         record = job.record
+        self._begins("a write")
         if job.replaces is not None:
             self._catalogue.unindex(job.replaces, record.segment, record.slot)
         checksum = checksum_of(job.view[: record.length], record.key)
-        self._extents.write(record.segment, job.offset, job.view)
-        return _Ready(job, checksum)
+        packed = self._extents.write(record.segment, job.offset, job.view)
+        return _Ready(job, checksum, packed)
 
     def _file(self, job: Make) -> _Ready:
+        self._begins("making a file")
         self._extents.make(job.segment, job.size_bytes)
         return _Ready(job)
 
@@ -234,9 +267,14 @@ class SsdTier:
             try:
                 errors = self._commit(group)
             except BaseException as e:  # noqa: BLE001 (whatever it is, it is the outcome of these jobs)
-                errors = dict.fromkeys(range(len(group)), _said(e))
+                errors = dict.fromkeys(range(len(group)), self._said(e))
+            finally:
+                self._at_nothing()
             self._tell(
-                [(ready.job, outcome_of(ready.job, errors.get(n, ""), ready.checksum)) for n, ready in enumerate(group)]
+                [
+                    (ready.job, outcome_of(ready.job, errors.get(n, ""), ready.checksum, ready.packed))
+                    for n, ready in enumerate(group)
+                ]
             )
         return goes_on
 
@@ -267,7 +305,10 @@ class SsdTier:
         """Place in the group -> what went wrong, for the jobs that did not succeed."""
         errors: dict[int, str] = {}
         written = {ready.job.record.segment for ready in group if isinstance(ready.job, Write)}
-        unsynced = self._extents.sync(sorted(written))
+        unsynced: dict[int, str] = {}
+        for segment in sorted(written):
+            self._begins("a sync")
+            unsynced.update(self._extents.sync([segment]))
         changes: dict[bytes, bytes | None] = {}
         for n, ready in enumerate(group):
             job = ready.job
@@ -287,17 +328,19 @@ class SsdTier:
         """One batch: of two changes of one row the later one counts."""
         if not changes:
             return ""
+        self._begins("a commit to the catalogue")
         try:
             self._catalogue.write(
                 {key: value for key, value in changes.items() if value is not None},
                 [key for key, value in changes.items() if value is None],
             )
         except BaseException as e:  # noqa: BLE001 (whatever it is, it is the outcome of this group)
-            return _said(e)
+            return self._said(e)
         return ""
 
     def _rest(self, job: Commit, failed: str) -> str:
         """What a job needs besides the batch, which `failed` or not; its error."""
+        self._begins("a write")
         try:
             match job:
                 case Touch():
@@ -307,12 +350,14 @@ class SsdTier:
                     self._extents.probe()
                     self._catalogue.probe()
                     return ""
+                case Vacate() if not failed:
+                    self._extents.vacate(job.places)
                 case Drop() if not failed:
                     self._extents.drop(job.segment)
                 case Make() if failed:
                     self._extents.drop(job.segment)
         except BaseException as e:  # noqa: BLE001 (whatever it is, it is the outcome of this job)
-            return _said(e)
+            return self._said(e)
         return failed
 
 
@@ -321,7 +366,7 @@ def _changes(ready: _Ready) -> dict[bytes, bytes | None]:
     job = ready.job
     match job:
         case Write():
-            return dict([pack_record(job.record._replace(checksum=ready.checksum))])
+            return dict([pack_record(job.record._replace(checksum=ready.checksum, packed=ready.packed))])
         case Forget():
             return dict.fromkeys(job.keys)
         case Describe():
@@ -331,10 +376,3 @@ def _changes(ready: _Ready) -> dict[bytes, bytes | None]:
         case Drop():
             return {segment_key(job.segment): None}
     return {}
-
-
-def _said(error: BaseException) -> str:
-    """An error as a sentence, never an empty one."""
-    if isinstance(error, OSError) and error.strerror:
-        return str(error.strerror)
-    return f"{type(error).__name__}: {error}" if not str(error) else str(error)

@@ -170,7 +170,7 @@ class EvictKeys(_message.Message):
     def __init__(self, keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class EvictReply(_message.Message):
-    __slots__ = ("blocks", "size_bytes", "held", "absent", "held_bytes", "pinned", "pinned_bytes", "leased", "leased_bytes", "ssd_blocks", "ssd_bytes")
+    __slots__ = ("blocks", "size_bytes", "held", "absent", "held_bytes", "pinned", "pinned_bytes", "leased", "leased_bytes", "ssd_blocks", "ssd_bytes", "not_on_disk_yet")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
@@ -182,6 +182,7 @@ class EvictReply(_message.Message):
     LEASED_BYTES_FIELD_NUMBER: _ClassVar[int]
     SSD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SSD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NOT_ON_DISK_YET_FIELD_NUMBER: _ClassVar[int]
     blocks: int
     size_bytes: int
     held: int
@@ -193,7 +194,8 @@ class EvictReply(_message.Message):
     leased_bytes: int
     ssd_blocks: int
     ssd_bytes: int
-    def __init__(self, blocks: _Optional[int] = ..., size_bytes: _Optional[int] = ..., held: _Optional[int] = ..., absent: _Optional[int] = ..., held_bytes: _Optional[int] = ..., pinned: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., leased: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., ssd_blocks: _Optional[int] = ..., ssd_bytes: _Optional[int] = ...) -> None: ...
+    not_on_disk_yet: str
+    def __init__(self, blocks: _Optional[int] = ..., size_bytes: _Optional[int] = ..., held: _Optional[int] = ..., absent: _Optional[int] = ..., held_bytes: _Optional[int] = ..., pinned: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., leased: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., ssd_blocks: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., not_on_disk_yet: _Optional[str] = ...) -> None: ...
 
 class EndSessionRequest(_message.Message):
     __slots__ = ("session",)
@@ -234,7 +236,7 @@ class VerifyRequest(_message.Message):
     def __init__(self, cursor: _Optional[int] = ..., blocks_max: _Optional[int] = ...) -> None: ...
 
 class VerifyReply(_message.Message):
-    __slots__ = ("cursor", "blocks", "size_bytes", "bad", "failed", "total", "trouble")
+    __slots__ = ("cursor", "blocks", "size_bytes", "bad", "failed", "total", "trouble", "opening")
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -242,6 +244,7 @@ class VerifyReply(_message.Message):
     FAILED_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    OPENING_FIELD_NUMBER: _ClassVar[int]
     cursor: int
     blocks: int
     size_bytes: int
@@ -249,4 +252,5 @@ class VerifyReply(_message.Message):
     failed: int
     total: int
     trouble: str
-    def __init__(self, cursor: _Optional[int] = ..., blocks: _Optional[int] = ..., size_bytes: _Optional[int] = ..., bad: _Optional[int] = ..., failed: _Optional[int] = ..., total: _Optional[int] = ..., trouble: _Optional[str] = ...) -> None: ...
+    opening: bool
+    def __init__(self, cursor: _Optional[int] = ..., blocks: _Optional[int] = ..., size_bytes: _Optional[int] = ..., bad: _Optional[int] = ..., failed: _Optional[int] = ..., total: _Optional[int] = ..., trouble: _Optional[str] = ..., opening: bool = ...) -> None: ...

@@ -21,6 +21,9 @@ from kvstored.v1.errors import InvalidArgument
 TIER_METADATA = "kvstored-tier"
 """Trailing metadata of a Get: the number of the slowest tier that a block of it came from; none is memory."""
 
+BUSY_METADATA = "kvstored-busy"
+"""Trailing, of a Get that ended early: how many blocks behind are there, and had no room or turn in time. No misses."""
+
 CHUNK_BYTES = 1 << 20
 """What is sent in one message: of 256, 512 and 1024 KiB the fastest, and with other load on the machine by far."""
 

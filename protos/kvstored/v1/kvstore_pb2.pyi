@@ -36,6 +36,7 @@ from kvstored.v1.stats_pb2 import LoopStats as LoopStats
 from kvstored.v1.stats_pb2 import NamespaceStats as NamespaceStats
 from kvstored.v1.stats_pb2 import HealthRequest as HealthRequest
 from kvstored.v1.stats_pb2 import HealthReply as HealthReply
+from kvstored.v1.stats_pb2 import PersistStats as PersistStats
 from kvstored.v1.stats_pb2 import SsdStats as SsdStats
 from kvstored.v1.stats_pb2 import QueueStats as QueueStats
 from kvstored.v1.stats_pb2 import MoveCounters as MoveCounters
@@ -334,16 +335,18 @@ class LoadRequest(_message.Message):
     def __init__(self, namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., deadline_ms: _Optional[int] = ..., wait_ms: _Optional[int] = ..., ticket: _Optional[int] = ..., give_up: bool = ...) -> None: ...
 
 class LoadReply(_message.Message):
-    __slots__ = ("ticket", "slots", "why", "loaded")
+    __slots__ = ("ticket", "slots", "why", "loaded", "busy")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     WHY_FIELD_NUMBER: _ClassVar[int]
     LOADED_FIELD_NUMBER: _ClassVar[int]
+    BUSY_FIELD_NUMBER: _ClassVar[int]
     ticket: int
     slots: _containers.RepeatedScalarFieldContainer[int]
     why: str
     loaded: int
-    def __init__(self, ticket: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ..., why: _Optional[str] = ..., loaded: _Optional[int] = ...) -> None: ...
+    busy: bool
+    def __init__(self, ticket: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ..., why: _Optional[str] = ..., loaded: _Optional[int] = ..., busy: bool = ...) -> None: ...
 
 class PrefetchRequest(_message.Message):
     __slots__ = ("namespace_id", "keys", "deadline_ms", "priority")
@@ -358,14 +361,16 @@ class PrefetchRequest(_message.Message):
     def __init__(self, namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., deadline_ms: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class PrefetchReply(_message.Message):
-    __slots__ = ("ticket", "state", "blocks")
+    __slots__ = ("ticket", "state", "blocks", "why")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
     ticket: int
     state: TicketState
     blocks: int
-    def __init__(self, ticket: _Optional[int] = ..., state: _Optional[_Union[TicketState, str]] = ..., blocks: _Optional[int] = ...) -> None: ...
+    why: str
+    def __init__(self, ticket: _Optional[int] = ..., state: _Optional[_Union[TicketState, str]] = ..., blocks: _Optional[int] = ..., why: _Optional[str] = ...) -> None: ...
 
 class TicketRequest(_message.Message):
     __slots__ = ("ticket", "wait_ms", "cancel")
@@ -416,7 +421,7 @@ class TouchRequest(_message.Message):
     def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., hint: _Optional[_Union[Hint, _Mapping]] = ..., reports: _Optional[_Iterable[_Union[Report, _Mapping]]] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("operation", "namespace_id", "calls", "calls_hit", "hits", "misses", "seconds", "latencies", "tier")
+    __slots__ = ("operation", "namespace_id", "calls", "calls_hit", "hits", "misses", "seconds", "latencies", "tier", "busy")
     OPERATION_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
@@ -426,6 +431,7 @@ class Report(_message.Message):
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     LATENCIES_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
+    BUSY_FIELD_NUMBER: _ClassVar[int]
     operation: _stats_pb2.Operation
     namespace_id: int
     calls: int
@@ -435,25 +441,32 @@ class Report(_message.Message):
     seconds: float
     latencies: _containers.RepeatedScalarFieldContainer[int]
     tier: _stats_pb2.Tier
-    def __init__(self, operation: _Optional[_Union[_stats_pb2.Operation, str]] = ..., namespace_id: _Optional[int] = ..., calls: _Optional[int] = ..., calls_hit: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., seconds: _Optional[float] = ..., latencies: _Optional[_Iterable[int]] = ..., tier: _Optional[_Union[_stats_pb2.Tier, str]] = ...) -> None: ...
+    busy: int
+    def __init__(self, operation: _Optional[_Union[_stats_pb2.Operation, str]] = ..., namespace_id: _Optional[int] = ..., calls: _Optional[int] = ..., calls_hit: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., seconds: _Optional[float] = ..., latencies: _Optional[_Iterable[int]] = ..., tier: _Optional[_Union[_stats_pb2.Tier, str]] = ..., busy: _Optional[int] = ...) -> None: ...
 
 class TouchReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class RemoveRequest(_message.Message):
-    __slots__ = ("namespace_id", "keys")
+    __slots__ = ("namespace_id", "keys", "ticket")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
     namespace_id: int
     keys: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    ticket: bool
+    def __init__(self, namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., ticket: bool = ...) -> None: ...
 
 class RemoveReply(_message.Message):
-    __slots__ = ("removed",)
+    __slots__ = ("removed", "not_on_disk_yet", "ticket")
     REMOVED_FIELD_NUMBER: _ClassVar[int]
+    NOT_ON_DISK_YET_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
     removed: int
-    def __init__(self, removed: _Optional[int] = ...) -> None: ...
+    not_on_disk_yet: str
+    ticket: int
+    def __init__(self, removed: _Optional[int] = ..., not_on_disk_yet: _Optional[str] = ..., ticket: _Optional[int] = ...) -> None: ...
 
 class PinRequest(_message.Message):
     __slots__ = ("namespace_id", "keys", "ttl_s")
@@ -492,10 +505,12 @@ class ClearRequest(_message.Message):
     def __init__(self, namespace_id: _Optional[int] = ...) -> None: ...
 
 class ClearReply(_message.Message):
-    __slots__ = ("removed",)
+    __slots__ = ("removed", "not_on_disk_yet")
     REMOVED_FIELD_NUMBER: _ClassVar[int]
+    NOT_ON_DISK_YET_FIELD_NUMBER: _ClassVar[int]
     removed: int
-    def __init__(self, removed: _Optional[int] = ...) -> None: ...
+    not_on_disk_yet: str
+    def __init__(self, removed: _Optional[int] = ..., not_on_disk_yet: _Optional[str] = ...) -> None: ...
 
 class SyncRequest(_message.Message):
     __slots__ = ("detached", "leaving")

@@ -38,7 +38,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("daemon", "host", "pools", "sessions", "counters", "indexes", "loops", "namespaces", "operations", "calls", "ssd")
+    __slots__ = ("daemon", "host", "pools", "sessions", "counters", "indexes", "loops", "namespaces", "operations", "calls", "ssd", "persist")
     DAEMON_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     POOLS_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,7 @@ class StatsReply(_message.Message):
     OPERATIONS_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
     SSD_FIELD_NUMBER: _ClassVar[int]
+    PERSIST_FIELD_NUMBER: _ClassVar[int]
     daemon: DaemonStats
     host: HostStats
     pools: _containers.RepeatedCompositeFieldContainer[PoolStats]
@@ -61,7 +62,8 @@ class StatsReply(_message.Message):
     operations: _containers.RepeatedCompositeFieldContainer[OperationStats]
     calls: _containers.RepeatedCompositeFieldContainer[CallStats]
     ssd: SsdStats
-    def __init__(self, daemon: _Optional[_Union[DaemonStats, _Mapping]] = ..., host: _Optional[_Union[HostStats, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[PoolStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., indexes: _Optional[_Iterable[_Union[IndexStats, _Mapping]]] = ..., loops: _Optional[_Iterable[_Union[LoopStats, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., operations: _Optional[_Iterable[_Union[OperationStats, _Mapping]]] = ..., calls: _Optional[_Iterable[_Union[CallStats, _Mapping]]] = ..., ssd: _Optional[_Union[SsdStats, _Mapping]] = ...) -> None: ...
+    persist: PersistStats
+    def __init__(self, daemon: _Optional[_Union[DaemonStats, _Mapping]] = ..., host: _Optional[_Union[HostStats, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[PoolStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., indexes: _Optional[_Iterable[_Union[IndexStats, _Mapping]]] = ..., loops: _Optional[_Iterable[_Union[LoopStats, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., operations: _Optional[_Iterable[_Union[OperationStats, _Mapping]]] = ..., calls: _Optional[_Iterable[_Union[CallStats, _Mapping]]] = ..., ssd: _Optional[_Union[SsdStats, _Mapping]] = ..., persist: _Optional[_Union[PersistStats, _Mapping]] = ...) -> None: ...
 
 class DaemonStats(_message.Message):
     __slots__ = ("version", "pid", "epoch", "uptime_s", "socket", "grpc", "healthy", "problems", "rss_anon_bytes", "http", "open_descriptors", "internal_errors", "log_lines_dropped", "degraded")
@@ -180,7 +182,7 @@ class SessionStats(_message.Message):
     def __init__(self, id: _Optional[int] = ..., client: _Optional[str] = ..., tenant: _Optional[str] = ..., pid: _Optional[int] = ..., local: bool = ..., read_only: bool = ..., granted_slots: _Optional[int] = ..., leased_slots: _Optional[int] = ..., held_bytes: _Optional[int] = ..., age_s: _Optional[float] = ..., ended: bool = ...) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("stored", "existing", "rejected", "hits", "misses", "hit_bytes", "evicted", "evicted_inner", "evicted_orphans", "expired", "removed", "sessions_opened", "sessions_ended", "protocol_errors", "exhausted", "segments_moved", "reservations_expired", "match_hits", "match_misses", "hit_tokens", "miss_tokens", "match_hit_tokens", "match_miss_tokens", "evicted_asked", "conversations", "conversations_evicted")
+    __slots__ = ("stored", "existing", "rejected", "hits", "misses", "hit_bytes", "evicted", "evicted_inner", "evicted_orphans", "expired", "removed", "sessions_opened", "sessions_ended", "protocol_errors", "exhausted", "segments_moved", "reservations_expired", "match_hits", "match_misses", "hit_tokens", "miss_tokens", "match_hit_tokens", "match_miss_tokens", "evicted_asked", "conversations", "conversations_evicted", "busy")
     STORED_FIELD_NUMBER: _ClassVar[int]
     EXISTING_FIELD_NUMBER: _ClassVar[int]
     REJECTED_FIELD_NUMBER: _ClassVar[int]
@@ -207,6 +209,7 @@ class Counters(_message.Message):
     EVICTED_ASKED_FIELD_NUMBER: _ClassVar[int]
     CONVERSATIONS_FIELD_NUMBER: _ClassVar[int]
     CONVERSATIONS_EVICTED_FIELD_NUMBER: _ClassVar[int]
+    BUSY_FIELD_NUMBER: _ClassVar[int]
     stored: int
     existing: int
     rejected: int
@@ -233,10 +236,11 @@ class Counters(_message.Message):
     evicted_asked: int
     conversations: int
     conversations_evicted: int
-    def __init__(self, stored: _Optional[int] = ..., existing: _Optional[int] = ..., rejected: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., hit_bytes: _Optional[int] = ..., evicted: _Optional[int] = ..., evicted_inner: _Optional[int] = ..., evicted_orphans: _Optional[int] = ..., expired: _Optional[int] = ..., removed: _Optional[int] = ..., sessions_opened: _Optional[int] = ..., sessions_ended: _Optional[int] = ..., protocol_errors: _Optional[int] = ..., exhausted: _Optional[int] = ..., segments_moved: _Optional[int] = ..., reservations_expired: _Optional[int] = ..., match_hits: _Optional[int] = ..., match_misses: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., miss_tokens: _Optional[int] = ..., match_hit_tokens: _Optional[int] = ..., match_miss_tokens: _Optional[int] = ..., evicted_asked: _Optional[int] = ..., conversations: _Optional[int] = ..., conversations_evicted: _Optional[int] = ...) -> None: ...
+    busy: int
+    def __init__(self, stored: _Optional[int] = ..., existing: _Optional[int] = ..., rejected: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., hit_bytes: _Optional[int] = ..., evicted: _Optional[int] = ..., evicted_inner: _Optional[int] = ..., evicted_orphans: _Optional[int] = ..., expired: _Optional[int] = ..., removed: _Optional[int] = ..., sessions_opened: _Optional[int] = ..., sessions_ended: _Optional[int] = ..., protocol_errors: _Optional[int] = ..., exhausted: _Optional[int] = ..., segments_moved: _Optional[int] = ..., reservations_expired: _Optional[int] = ..., match_hits: _Optional[int] = ..., match_misses: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., miss_tokens: _Optional[int] = ..., match_hit_tokens: _Optional[int] = ..., match_miss_tokens: _Optional[int] = ..., evicted_asked: _Optional[int] = ..., conversations: _Optional[int] = ..., conversations_evicted: _Optional[int] = ..., busy: _Optional[int] = ...) -> None: ...
 
 class OperationStats(_message.Message):
-    __slots__ = ("operation", "tier", "calls", "calls_hit", "hits", "misses", "size_bytes", "seconds", "latencies")
+    __slots__ = ("operation", "tier", "calls", "calls_hit", "hits", "misses", "size_bytes", "seconds", "latencies", "busy")
     OPERATION_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
@@ -246,6 +250,7 @@ class OperationStats(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     LATENCIES_FIELD_NUMBER: _ClassVar[int]
+    BUSY_FIELD_NUMBER: _ClassVar[int]
     operation: Operation
     tier: Tier
     calls: int
@@ -255,7 +260,8 @@ class OperationStats(_message.Message):
     size_bytes: int
     seconds: float
     latencies: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, operation: _Optional[_Union[Operation, str]] = ..., tier: _Optional[_Union[Tier, str]] = ..., calls: _Optional[int] = ..., calls_hit: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., size_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., latencies: _Optional[_Iterable[int]] = ...) -> None: ...
+    busy: int
+    def __init__(self, operation: _Optional[_Union[Operation, str]] = ..., tier: _Optional[_Union[Tier, str]] = ..., calls: _Optional[int] = ..., calls_hit: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., size_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., latencies: _Optional[_Iterable[int]] = ..., busy: _Optional[int] = ...) -> None: ...
 
 class CallStats(_message.Message):
     __slots__ = ("edge", "call", "calls", "errors", "seconds", "latencies")
@@ -343,8 +349,38 @@ class HealthReply(_message.Message):
     degraded: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, healthy: bool = ..., problems: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., degraded: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class PersistStats(_message.Message):
+    __slots__ = ("kind", "path", "trouble", "unwritten_segments", "unwritten_bytes", "free_bytes", "cold", "adopted_blocks", "refused_blocks", "adopted_segments", "lost_segments", "adopted_sessions", "adopted_s")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    UNWRITTEN_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    UNWRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COLD_FIELD_NUMBER: _ClassVar[int]
+    ADOPTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ADOPTED_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    LOST_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    ADOPTED_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    ADOPTED_S_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    path: str
+    trouble: str
+    unwritten_segments: int
+    unwritten_bytes: int
+    free_bytes: int
+    cold: str
+    adopted_blocks: int
+    refused_blocks: int
+    adopted_segments: int
+    lost_segments: int
+    adopted_sessions: int
+    adopted_s: float
+    def __init__(self, kind: _Optional[str] = ..., path: _Optional[str] = ..., trouble: _Optional[str] = ..., unwritten_segments: _Optional[int] = ..., unwritten_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., cold: _Optional[str] = ..., adopted_blocks: _Optional[int] = ..., refused_blocks: _Optional[int] = ..., adopted_segments: _Optional[int] = ..., lost_segments: _Optional[int] = ..., adopted_sessions: _Optional[int] = ..., adopted_s: _Optional[float] = ...) -> None: ...
+
 class SsdStats(_message.Message):
-    __slots__ = ("path", "layout", "state", "trouble", "direct_refused", "size_bytes", "physical_bytes", "free_bytes", "file_bytes", "used_bytes", "blocks", "aside", "evicted", "queues", "counters", "tickets", "no_file")
+    __slots__ = ("path", "layout", "state", "trouble", "direct_refused", "size_bytes", "physical_bytes", "free_bytes", "file_bytes", "used_bytes", "blocks", "aside", "evicted", "queues", "counters", "tickets", "no_file", "room_bytes")
     PATH_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -362,6 +398,7 @@ class SsdStats(_message.Message):
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     TICKETS_FIELD_NUMBER: _ClassVar[int]
     NO_FILE_FIELD_NUMBER: _ClassVar[int]
+    ROOM_BYTES_FIELD_NUMBER: _ClassVar[int]
     path: str
     layout: str
     state: str
@@ -379,7 +416,8 @@ class SsdStats(_message.Message):
     counters: MoveCounters
     tickets: int
     no_file: str
-    def __init__(self, path: _Optional[str] = ..., layout: _Optional[str] = ..., state: _Optional[str] = ..., trouble: _Optional[str] = ..., direct_refused: _Optional[str] = ..., size_bytes: _Optional[int] = ..., physical_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., file_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., aside: _Optional[int] = ..., evicted: _Optional[int] = ..., queues: _Optional[_Iterable[_Union[QueueStats, _Mapping]]] = ..., counters: _Optional[_Union[MoveCounters, _Mapping]] = ..., tickets: _Optional[int] = ..., no_file: _Optional[str] = ...) -> None: ...
+    room_bytes: int
+    def __init__(self, path: _Optional[str] = ..., layout: _Optional[str] = ..., state: _Optional[str] = ..., trouble: _Optional[str] = ..., direct_refused: _Optional[str] = ..., size_bytes: _Optional[int] = ..., physical_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., file_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., aside: _Optional[int] = ..., evicted: _Optional[int] = ..., queues: _Optional[_Iterable[_Union[QueueStats, _Mapping]]] = ..., counters: _Optional[_Union[MoveCounters, _Mapping]] = ..., tickets: _Optional[int] = ..., no_file: _Optional[str] = ..., room_bytes: _Optional[int] = ...) -> None: ...
 
 class QueueStats(_message.Message):
     __slots__ = ("kind", "waiting", "waiting_bytes", "running", "refused", "moved_bytes")
@@ -398,7 +436,7 @@ class QueueStats(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., waiting: _Optional[int] = ..., waiting_bytes: _Optional[int] = ..., running: _Optional[int] = ..., refused: _Optional[int] = ..., moved_bytes: _Optional[int] = ...) -> None: ...
 
 class MoveCounters(_message.Message):
-    __slots__ = ("written", "written_bytes", "write_errors", "writes_dropped", "loaded", "loaded_bytes", "loads_failed", "read_errors", "corrupt", "troubles", "offloaded")
+    __slots__ = ("written", "written_bytes", "write_errors", "writes_dropped", "loaded", "loaded_bytes", "loads_failed", "read_errors", "corrupt", "troubles", "offloaded", "lost")
     WRITTEN_FIELD_NUMBER: _ClassVar[int]
     WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     WRITE_ERRORS_FIELD_NUMBER: _ClassVar[int]
@@ -410,6 +448,7 @@ class MoveCounters(_message.Message):
     CORRUPT_FIELD_NUMBER: _ClassVar[int]
     TROUBLES_FIELD_NUMBER: _ClassVar[int]
     OFFLOADED_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
     written: int
     written_bytes: int
     write_errors: int
@@ -421,4 +460,5 @@ class MoveCounters(_message.Message):
     corrupt: int
     troubles: int
     offloaded: int
-    def __init__(self, written: _Optional[int] = ..., written_bytes: _Optional[int] = ..., write_errors: _Optional[int] = ..., writes_dropped: _Optional[int] = ..., loaded: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., loads_failed: _Optional[int] = ..., read_errors: _Optional[int] = ..., corrupt: _Optional[int] = ..., troubles: _Optional[int] = ..., offloaded: _Optional[int] = ...) -> None: ...
+    lost: int
+    def __init__(self, written: _Optional[int] = ..., written_bytes: _Optional[int] = ..., write_errors: _Optional[int] = ..., writes_dropped: _Optional[int] = ..., loaded: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., loads_failed: _Optional[int] = ..., read_errors: _Optional[int] = ..., corrupt: _Optional[int] = ..., troubles: _Optional[int] = ..., offloaded: _Optional[int] = ..., lost: _Optional[int] = ...) -> None: ...

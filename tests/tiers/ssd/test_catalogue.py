@@ -158,7 +158,7 @@ def corrupt(file: Path) -> None:
         opened.write(os.urandom(64))
 
 
-@pytest.mark.parametrize("version", [pack_version(0), pack_version(2), b"", b"version 1"])
+@pytest.mark.parametrize("version", [pack_version(0), pack_version(3), b"", b"version 1"])
 def test_another_format_version_is_unreadable(path: Path, version: bytes) -> None:
     made = Catalogue(path, FileLayer())
     made.write({VERSION_KEY: version})

@@ -118,9 +118,9 @@ def test_segment_files_without_a_catalogue_are_set_aside(tmp_path: Path) -> None
 def test_another_format_version_is_set_aside(tmp_path: Path) -> None:
     path = tmp_path / "ssd"
     rig = Rig(path)
-    rig.catalogue.write({VERSION_KEY: pack_version(2)})
+    rig.catalogue.write({VERSION_KEY: pack_version(3)})
     rig = rig.again()
-    assert "format version 2" in rig.directory.set_aside_now[0].reason
+    assert "format version 3" in rig.directory.set_aside_now[0].reason
     rig.close()
 
 
@@ -170,6 +170,10 @@ def test_segments_whose_file_is_missing_or_short_are_named(tmp_path: Path) -> No
     directory = SsdDirectory(path)
     assert directory.damaged == {1: f"segment-00000001.kv has {SLOT_BYTES} bytes of {SEGMENT_BYTES}"}
     directory.close()
+    directory = SsdDirectory(path)
+    assert directory.damaged == {}, "told of once: it has its size again, and no block has those bytes"
+    assert directory.extents.existing() == {1: SEGMENT_BYTES}
+    directory.close()
     (path / "segment-00000001.kv").unlink()
     directory = SsdDirectory(path)
     assert directory.damaged == {1: "segment-00000001.kv is missing"}
@@ -180,8 +184,10 @@ def test_physical_bytes_are_what_du_says(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "ssd")
     assert rig.ask(rig.write(1, 1)) == ""
     files = [rig.path / "segment-00000001.kv", *(rig.path / "catalogue").iterdir(), rig.path / "catalogue"]
-    assert rig.directory.physical_bytes() == sum(file.stat().st_blocks * 512 for file in files)
-    assert rig.directory.free_bytes() > 0
+    sizes = rig.directory.sizes()
+    assert sizes.physical == sum(file.stat().st_blocks * 512 for file in files)
+    assert sizes.free > 0
+    assert 0 < sizes.log < sizes.catalogue < sizes.physical
     rig.close()
 
 

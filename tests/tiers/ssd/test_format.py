@@ -13,7 +13,7 @@ U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 KEYS = st.binary(min_size=32, max_size=32)
 SECONDS = st.floats(0, 1e11)
 RECORDS = st.builds(
-    Record, U32, KEYS, U32, U32, U64, U64, st.one_of(st.just(b""), KEYS), U32, SECONDS, SECONDS, U32, SECONDS, U64
+    Record, U32, KEYS, U32, U32, U32, U64, st.one_of(st.just(b""), KEYS), U32, SECONDS, SECONDS, U32, SECONDS, U64, U32
 )
 
 
@@ -43,6 +43,8 @@ def test_version_1_is_these_bytes() -> None:
     key, value = disk.pack_record(record)
     assert key.hex() == "62" + "00000007" + bytes(range(32)).hex()
     assert value == struct.pack("<IIQQQIIddd", 2, 3, 4, 5, 8, 6, 9, 1.0, 2.0, 3.0) + b"p" * 32
+    assert disk.PACKED_VERSION == 2
+    assert disk.pack_record(record._replace(packed=10))[1][8:16] == struct.pack("<II", 4, 10)
     assert disk.pack_row(SegmentRow(1, 8192, 4096, "t")) == (
         b"s\0\0\0\1",
         b'{"number":1,"size_bytes":8192,"slot_bytes":4096,"tenant":"t"}',

@@ -8,13 +8,15 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import chain, islice
 
 from kvstore.core.block import NONE
 from kvstore.core.link import OPENING, Block
 from kvstore.core.loads import RUNNING
 from kvstore.core.moves import Name
+from kvstore.core.saving import Hottest
 from kvstore.core.verify import Sweep, blocks_step
-from kvstore.moving import Mover
+from kvstore.moving.mover import Mover
 from kvstored.v1 import kvstore_pb2 as pb
 
 LOOK_S = 0.01
@@ -26,8 +28,11 @@ FLUSH_S = 3600.0
 WALK_ROWS = 4096
 """Rows looked at in one turn: about a millisecond."""
 
-SETTLED_STEP = 4096
-"""Blocks that one look may find written."""
+OFFERED_STEP, SETTLED_STEP = 1024, 4096
+"""Blocks that one look may queue, and find written: some milliseconds each."""
+
+COUNTED_STEP = 1024
+"""Blocks counted in one turn: some milliseconds, with their order."""
 
 VERIFY_S = 5.0
 """After which one call of verify begins no further read."""
@@ -60,13 +65,14 @@ class Upkeep:
         return pb.SsdStats(
             path=str(mover.path),
             layout=self._layout,
-            state=mover.state,
+            state=mover.life.state,
             trouble=link.trouble,
             no_file=link.no_file,
-            direct_refused=mover.direct_refused,
+            direct_refused=mover.life.direct_refused,
             size_bytes=self._size_bytes,
-            physical_bytes=mover.physical_bytes,
-            free_bytes=mover.free_bytes,
+            physical_bytes=mover.space.physical_bytes,
+            free_bytes=mover.space.free_bytes,
+            room_bytes=mover.space.usable_bytes,
             file_bytes=sum(segment.size_bytes for segment in disk.segments.live.values()),
             used_bytes=sum((pool.slots - pool.free) * pool.slot_bytes for pool in pools),
             blocks=sum(pool.blocks for pool in pools),
@@ -96,6 +102,8 @@ class Upkeep:
             found.append(f"the SSD tier is out of use: {link.trouble}")
         if link.no_file:
             found.append(f"the SSD tier cannot grow: {link.no_file}")
+        if mover.drops.trouble:
+            found.append(f"the SSD tier: {mover.drops.trouble}")
         if mover.aside:
             found.append(f"{mover.aside} set aside in {mover.path}, for want of being readable: look, then remove it")
         return found
@@ -119,10 +127,12 @@ class Upkeep:
         until, movement = time.monotonic() + limit_s, self.mover.movement
         if self._blocks_in_memory():
             await self._opened(until)
-        blocks = movement.hottest()
-        if blocks and movement.ready:
-            await self._write(blocks, until, progress)
-        return sum(movement.link.disk_row(block) == NONE for block in blocks)
+        hottest = Hottest(movement.link)
+        while hottest.look(WALK_ROWS):
+            await asyncio.sleep(0)
+        if len(hottest) and movement.ready:
+            await self._write(hottest, len(hottest), until, progress)
+        return await self._count(hottest, lambda block: movement.link.disk_row(block) == NONE)
 
     async def close(self) -> None:
         """Ends a flush."""
@@ -142,7 +152,7 @@ class Upkeep:
             await asyncio.sleep(0)
         self._left = len(blocks)
         if blocks and movement.ready:
-            self._left = await self._write(blocks, until, self._say_left)
+            self._left = await self._write(blocks, len(blocks), until, self._say_left)
         if not movement.ready:
             return movement.trouble or "its records are being read"
         return movement.trouble if self._left else ""
@@ -159,15 +169,18 @@ class Upkeep:
         while not movement.ready and movement.trouble in ("", OPENING) and time.monotonic() < until:
             await asyncio.sleep(LOOK_S)
 
-    async def _write(self, blocks: Iterable[Block], until: float, progress: Callable[[int], None]) -> int:
-        """Has blocks written, and waits for these; how many are in memory and still not on the SSD."""
+    async def _write(self, blocks: Iterable[Block], count: int, until: float, progress: Callable[[int], None]) -> int:
+        """Has so many blocks written, and waits for these; how many are in memory and still not on the SSD."""
         movement, writes = self.mover.movement, self.mover.movement.writes
-        waiting, coming, lost = deque(blocks), deque[Block](), deque[Block]()
-        while (waiting or coming) and not movement.trouble and time.monotonic() < until:
-            while waiting and writes.would_fit(waiting[0]):
-                block = waiting.popleft()
-                writes.offer(block)
-                coming.append(block)
+        waiting, coming, lost = iter(blocks), deque[Block](), deque[Block]()
+        upcoming, left = next(waiting, None), count
+        while (upcoming is not None or coming) and not movement.trouble and time.monotonic() < until:
+            for _ in range(OFFERED_STEP):
+                if upcoming is None or not writes.would_fit(upcoming):
+                    break
+                writes.offer(upcoming)
+                coming.append(upcoming)
+                upcoming = next(waiting, None)
             self.mover.pump()
             # In about the order in which they were queued: those behind one that takes long are seen with it.
             for _ in range(SETTLED_STEP):
@@ -176,11 +189,22 @@ class Upkeep:
                 block = coming.popleft()
                 if movement.is_only_in_memory(block):
                     lost.append(block)
-            progress(len(waiting) + len(coming) + len(lost))
+                else:
+                    left -= 1
+            progress(left)
             await asyncio.sleep(LOOK_S)
-        left = [block for block in (*lost, *coming, *waiting) if movement.is_only_in_memory(block)]
-        progress(len(left))
-        return len(left)
+        first = [] if upcoming is None else [upcoming]
+        left = await self._count(chain(lost, coming, first, waiting), movement.is_only_in_memory)
+        progress(left)
+        return left
+
+    async def _count(self, blocks: Iterable[Block], which: Callable[[Block], bool]) -> int:
+        """How many of them are so, looked at in bounded turns."""
+        count, blocks = 0, iter(blocks)
+        while some := list(islice(blocks, COUNTED_STEP)):
+            count += sum(map(which, some))
+            await asyncio.sleep(0)
+        return count
 
     # -- verify
 
@@ -191,6 +215,7 @@ class Upkeep:
         reply.total = sum(pool.blocks for pool in disk.segments.filled())
         reply.trouble = movement.trouble or ("" if movement.ready else "its records are being read")
         if reply.trouble:
+            reply.opening = not movement.ready and movement.trouble in ("", OPENING)
             return reply
         found: list[tuple[int, Name]] = []
         at, more = max(cursor - 1, 0), True
