@@ -10,6 +10,8 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 
 PY := .venv/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --no-input
+# Test files at a time; each starts daemons of its own.
+WORKERS ?= 2
 GENERATED := protos/kvstored/v1
 NODE_CLIENT := tests/node/node_modules/.stamp
 # A directory joins the checks with its first Python file.
@@ -35,7 +37,7 @@ format: .venv/.stamp-dev  ## format the code and mend what ruff can mend
 	.venv/bin/ruff check --fix .
 
 test: .venv/.stamp-dev .venv/.stamp-systemd $(NODE_CLIENT)  ## all tests; ARGS='-m "not stress"' or ARGS=tests/core for fewer
-	$(PY) -m pytest -q $(ARGS)
+	$(PY) -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
 
 demo: .venv/.stamp-demo  ## a prefix computed by one process, reused by another
 	$(PY) client/demo/prefix_demo.py
