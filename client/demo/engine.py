@@ -1,8 +1,8 @@
-"""The two engine processes of the demo: what an engine's connector does, in its shortest form.
+"""The two engine processes of the demo: transformers with kvstored beside it.
 
-Both build the same model from the same seed, run a short warm-up and open their namespace before
-any clock starts, as an engine does at its own start. Then `cold` computes the prompt and stores
-its blocks; `hit` finds them by the hash of the same prompt and computes one token.
+Both build the same model from the same seed, run a short warm-up and open their prefix cache before
+any clock starts, as an engine does at its own start. Then `cold` computes the prompt and saves
+its cache; `hit` loads it by the tokens of the same prompt and computes one token.
 Each returns its figures as a dict of plain JSON values.
 """
 
@@ -12,12 +12,12 @@ import sys
 import time
 from typing import Any
 
-import kv_blocks
 import torch
-from kv_blocks import BLOCK_TOKENS, PROMPT_TOKENS
+from model import BLOCK_TOKENS, PROMPT_TOKENS, build_model, build_prompt, next_token, warm_up
 from transformers import DynamicCache
 
 from kvstore_client import Client
+from kvstore_client.connectors.transformers import PrefixCache
 
 Report = dict[str, Any]
 
@@ -30,8 +30,13 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _digest(blocks: kv_blocks.Blocks) -> str:
-    return hashlib.blake2b(blocks.tobytes(), digest_size=16).hexdigest()
+def _digest(cache: DynamicCache, tokens: int) -> str:
+    """Of the keys and values of the first tokens, in all layers."""
+    digest = hashlib.blake2b(digest_size=16)
+    for layer in cache.layers:
+        for states in (layer.keys, layer.values):
+            digest.update(states[:, :, :tokens].contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _milliseconds(times_s: list[float]) -> str:
@@ -40,8 +45,8 @@ def _milliseconds(times_s: list[float]) -> str:
 
 def _ready_model() -> Any:
     torch.set_num_threads(os.cpu_count() or 1)
-    model = kv_blocks.build_model()
-    kv_blocks.warm_up(model)
+    model = build_model()
+    warm_up(model)
     parameters = sum(p.numel() for p in model.parameters())
     say(f"  model ready: {parameters / 1e6:.1f} million parameters, {torch.get_num_threads()} threads")
     return model
@@ -49,62 +54,59 @@ def _ready_model() -> Any:
 
 def cold(endpoint: str) -> Report:
     """Computes the whole prompt and stores its full blocks."""
-    model, prompt = _ready_model(), kv_blocks.build_prompt()
+    model, prompt = _ready_model(), build_prompt()
+    blocks = PROMPT_TOKENS // BLOCK_TOKENS
     with Client(endpoint) as client:
-        namespace = client.namespace(kv_blocks.layout())
-        keys = namespace.keys(prompt[0].tolist())
-        found = namespace.match(keys).blocks
+        prefix = PrefixCache(client, model, block_tokens=BLOCK_TOKENS)
+        _, found = prefix.load(prompt)
 
         ttfts_s = []
         for _ in range(ROUNDS):
             start = time.perf_counter()
             cache = DynamicCache(config=model.config)
-            token = kv_blocks.next_token(model, prompt, cache)
+            token = next_token(model, prompt, cache)
             ttfts_s.append(time.perf_counter() - start)
         say(f"  prefill of {PROMPT_TOKENS + 1} tokens: {_milliseconds(ttfts_s)}")
 
-        blocks = kv_blocks.blocks_from_cache(cache, len(keys))
         start = time.perf_counter()
-        result = namespace.put(keys, blocks)
+        result = prefix.save(prompt, cache)
         put_s = time.perf_counter() - start
-        say(f"  stored {result.stored} blocks, {blocks.nbytes / 2**20:.1f} MiB, in {put_s * 1e3:.1f} ms")
+        size_bytes = blocks * prefix.namespace().block_bytes
+    say(f"  stored {result.stored} blocks, {size_bytes / 2**20:.1f} MiB, in {put_s * 1e3:.1f} ms")
     return {
         "token": token,
         "ttfts_s": ttfts_s,
         "put_s": put_s,
-        "found_before": found,
-        "blocks": len(keys),
+        "found_before": found // BLOCK_TOKENS,
+        "blocks": blocks,
         "stored": result.stored,
-        "bytes": blocks.nbytes,
-        "digest": _digest(blocks),
+        "bytes": size_bytes,
+        "digest": _digest(cache, PROMPT_TOKENS),
     }
 
 
 def hit(endpoint: str) -> Report:
-    """Fetches what is stored of the prompt and computes the rest: one token, if all is there."""
-    model, prompt = _ready_model(), kv_blocks.build_prompt()
+    """Loads what is stored of the prompt and computes the rest: one token, if all is there."""
+    model, prompt = _ready_model(), build_prompt()
     ttfts_s, fetches_s = [], []
     with Client(endpoint) as client:
-        namespace = client.namespace(kv_blocks.layout())
+        prefix = PrefixCache(client, model, block_tokens=BLOCK_TOKENS)
         for _ in range(ROUNDS):
             start = time.perf_counter()
-            keys = namespace.keys(prompt[0].tolist())
-            blocks = kv_blocks.empty_blocks(namespace.match(keys).blocks)
-            copied = namespace.get_into(keys[: len(blocks)], blocks)
+            cache, loaded = prefix.load(prompt)
             fetches_s.append(time.perf_counter() - start)
-            blocks = blocks[:copied]
-            cache = kv_blocks.cache_from_blocks(blocks) if copied else DynamicCache(config=model.config)
-            token = kv_blocks.next_token(model, prompt[:, copied * BLOCK_TOKENS :], cache)
+            token = next_token(model, prompt[:, loaded:], cache)
             ttfts_s.append(time.perf_counter() - start)
-    computed = prompt.shape[1] - copied * BLOCK_TOKENS
-    say(f"  {copied} blocks fetched, {computed} token(s) computed: {_milliseconds(ttfts_s)}")
+        blocks = loaded // BLOCK_TOKENS
+        size_bytes = blocks * prefix.namespace().block_bytes
+    say(f"  {blocks} blocks fetched, {prompt.shape[1] - loaded} token(s) computed: {_milliseconds(ttfts_s)}")
     return {
         "token": token,
         "ttfts_s": ttfts_s,
         "fetches_s": fetches_s,
-        "blocks": copied,
-        "bytes": blocks.nbytes,
-        "digest": _digest(blocks),
+        "blocks": blocks,
+        "bytes": size_bytes,
+        "digest": _digest(cache, loaded),
     }
 
 

@@ -205,6 +205,11 @@ class Client:
         found = await self._threads.run(lambda: client.raw_namespace(name, block_bytes, salt))
         return Namespace(self._threads, found)
 
+    @property
+    def connected(self) -> bool:
+        """Whether the daemon was there when it was last heard of; asks nobody and never waits."""
+        return self._client is not None and self._client.connected
+
     async def stats(self) -> dict[str, Any]:
         """What the daemon says of itself, as nested dicts (StatsReply of the contract). Raises Unavailable."""
         client = await self._made()

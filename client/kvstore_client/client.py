@@ -54,25 +54,35 @@ class Client:
             self.endpoint, name or f"pid-{os.getpid()}", tenant, timeout_s, read_only, token=token, ca=ca
         )
 
-    def namespace(self, layout: Layout, salt: str = "", adapter: str = "") -> Namespace:
-        """Blocks of one model as one rank lays them out; `adapter` (LoRA) and `salt` keep theirs apart."""
+    def namespace(self, layout: Layout, salt: str = "", adapter: str = "", *, ahead: bool = True) -> Namespace:
+        """Blocks of one model as one rank lays them out; `adapter` (LoRA) and `salt` keep theirs apart.
+
+        With `ahead` the daemon is told of it now, else with the first call that needs it: this one never waits.
+        """
         identity = {**layout.identity(), "kind": "layout", "salt": salt, "adapter": adapter}
         label = f"{layout.model}+{adapter}" if adapter else f"{layout.model}"
-        return self._namespace(identity, layout.block_bytes, label, layout.block_tokens)
+        return self._namespace(identity, layout.block_bytes, label, layout.block_tokens, ahead)
 
-    def raw_namespace(self, name: str, block_bytes: int, salt: str = "") -> Namespace:
-        """Opaque blocks of `block_bytes` each, named by `key(...)`."""
+    def raw_namespace(self, name: str, block_bytes: int, salt: str = "", *, ahead: bool = True) -> Namespace:
+        """Opaque blocks of `block_bytes` each, named by `key(...)`; `ahead` as in `namespace`."""
         if not isinstance(block_bytes, int) or not 1 <= block_bytes < 1 << 32:
             raise InvalidArgument(f"block_bytes={block_bytes!r} is not between 1 and 4 GiB - 1")
         identity: dict[str, str | int] = {"kind": "raw", "name": name, "block_bytes": block_bytes, "salt": salt}
-        return self._namespace(identity, block_bytes, name, 0)
+        return self._namespace(identity, block_bytes, name, 0, ahead)
 
-    def _namespace(self, identity: dict[str, str | int], block_bytes: int, label: str, block_tokens: int) -> Namespace:
+    def _namespace(
+        self, identity: dict[str, str | int], block_bytes: int, label: str, block_tokens: int, ahead: bool
+    ) -> Namespace:
         _check_text(identity)
         label = label.encode()[:LABEL_BYTES_MAX].decode(errors="ignore")
         named = Identity(naming.namespace_digest(identity), block_bytes, label, block_tokens)
-        self._transport.open(named)
+        self._transport.open(named, ahead)
         return Namespace(self._transport, named)
+
+    @property
+    def connected(self) -> bool:
+        """Whether the daemon was there when it was last heard of; asks nobody and never waits."""
+        return self._transport.connected
 
     def stats(self) -> dict[str, Any]:
         """What the daemon says of itself, as nested dicts (StatsReply of the contract). Raises Unavailable."""

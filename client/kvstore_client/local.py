@@ -59,10 +59,18 @@ class LocalTransport(LocalReads):
         super().__init__(path, client, tenant, timeout_s, read_only)
         self._removals = Removals()
 
-    def open(self, ns: Identity) -> None:
-        """Opens a namespace ahead of use, if the daemon is there."""
+    @property
+    def connected(self) -> bool:
+        session = self._session
+        if session is not None and not session.hung_up():
+            return True
+        self._keeper.wake()
+        return False
+
+    def open(self, ns: Identity, ahead: bool) -> None:
+        """Makes a namespace known; `ahead`: opens it too, if the daemon is there."""
         self._keeper.known[ns.digest] = ns
-        session = self._now()
+        session = self._now() if ahead else None
         if session is not None:
             try:
                 self._opened(session, ns)

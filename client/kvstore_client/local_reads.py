@@ -67,9 +67,12 @@ class LocalReads:
     def _session(self) -> Session | None:
         return self._keeper.session
 
-    def match(self, ns: Identity, keys: Sequence[bytes]) -> Match:
+    def match(self, ns: Identity, keys: Sequence[bytes], wait: bool) -> Match:
         session = self._now()
         if session is None or not keys:
+            return Match(0, [])
+        if not wait and not (self._shared_reads and session.index.current()):
+            self._keeper.wake()  # which maps the index that is there now
             return Match(0, [])
         try:
             if not self._shared_reads:

@@ -79,11 +79,15 @@ class Namespace:
 
     # -- reading
 
-    def match(self, keys: Sequence[bytes]) -> Match:
-        """How many leading blocks are present, and where. A hint that pins nothing."""
+    def match(self, keys: Sequence[bytes], *, wait: bool = True) -> Match:
+        """How many leading blocks are present, and where. A hint that pins nothing.
+
+        Without `wait` it is answered from shared memory alone, and never waits for the daemon:
+        where that is not to be had at the moment (or at all, as over gRPC), nothing is present.
+        """
         began = perf_counter()
         keys = checked_keys(keys)
-        found = self._transport.match(self._identity, keys)
+        found = self._transport.match(self._identity, keys, wait)
         self._done(MATCH, found.blocks, len(keys), began, SSD if "ssd" in found.tiers else HOST)
         return found
 

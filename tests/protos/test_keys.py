@@ -257,7 +257,7 @@ def test_an_identity_that_is_not_text_is_refused(client: Client, where: str, wro
     elif where == "raw salt":
         make = partial(client.raw_namespace, "x", block_bytes=1, salt=wrong)
     elif where in ("salt", "adapter"):
-        make = partial(client.namespace, PLAIN, **{where: wrong})
+        make = partial(client.namespace, PLAIN, **{where: wrong})  # type: ignore[arg-type]
     else:
         make = partial(client.namespace, replace(PLAIN, **{where: wrong}))  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="text"):

@@ -1,0 +1,1 @@
+"""Connectors for engines, one module each; a module imports its engine, and nothing else does."""
