@@ -50,4 +50,4 @@ def test_a_killed_daemon_finds_its_blocks_and_one_of_another_layout_a_clean_star
         assert ns.match(keys).blocks == 0
         assert ns.put(keys[:1], contents[:1], durable=True).error is None
     kept = {entry.name.rpartition("-")[0] or entry.name for entry in path.iterdir()}
-    assert kept == ({"lock", "store"} if other == ROCKSDB else {"lock", "catalogue", "segment"})
+    assert kept == {"lock", "ballast"} | ({"store"} if other == ROCKSDB else {"catalogue", "segment"})

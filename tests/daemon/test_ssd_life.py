@@ -263,7 +263,7 @@ def test_a_disk_that_does_not_end_keeps_the_daemon_only_so_long_and_what_is_lost
 
 HANGING = """
 import os, time
-from kvstore import upkeep
+from kvstore.moving import upkeep
 from kvstore.tiers.ssd import files
 read = files.FileLayer.read
 def hang(self, descriptor, view, offset):

@@ -28,7 +28,6 @@ def pytest_report_header() -> str:
     return f"engines that are not here, and their tests left out: {collect_ignore_glob or 'none'}"
 
 
-
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a random Llama, and LoRA adapters `one` and `two` in it."""

@@ -10,6 +10,7 @@ import marshal
 import pickle
 import socket
 import subprocess
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -46,12 +47,13 @@ def node() -> Iterator[RunningDaemon]:
 
 
 @pytest.fixture
-def marker(tmp_path: Path, node: RunningDaemon) -> Iterator[Path]:
-    marker = tmp_path / "marker"
-    pickle.loads(pickle.dumps(Bomb(marker)))  # it would work
-    marker.unlink()
-    yield marker
-    assert not marker.exists()
+def marker(node: RunningDaemon) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kvstored-test-") as scratch:  # a short path: texts have limits
+        marker = Path(scratch) / "marker"
+        pickle.loads(pickle.dumps(Bomb(marker)))  # it would work
+        marker.unlink()
+        yield marker
+        assert not marker.exists()
     with Client(node.endpoint) as client:
         assert client.health().healthy
 
