@@ -9,6 +9,7 @@ import re
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -47,8 +48,10 @@ class Default(RunningDaemon):
 @pytest.fixture(scope="module")
 def default(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Default]:
     directory = tmp_path_factory.mktemp("default")
-    for parent in (directory, directory.parent, directory.parent.parent):
-        parent.chmod(parent.stat().st_mode | 0o055)  # so that other users get as far as the daemon's own
+    for parent in (directory, *directory.parents):  # so that other users get as far as the daemon's own
+        if parent == Path(tempfile.gettempdir()):
+            break
+        parent.chmod(parent.stat().st_mode | 0o055)
     daemon = Default(directory)
     try:
         with Client(daemon.endpoint) as client:
