@@ -11,12 +11,16 @@ number of the last.
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from kvstore.core.link import Link
 from kvstore.core.moves import ForgetRecords, Name
 
 FORGET_MAX = 256
 """Records deleted together."""
+
+HANDED_OUT_MAX = 4096
+"""Records whose deletion is asked for in one turn: some milliseconds. The next turn comes with the reports of these."""
 
 
 @dataclass(eq=False, slots=True)
@@ -88,10 +92,13 @@ class Forgetting:
 
     def hand_out(self) -> None:
         """Records to be deleted, as jobs."""
-        while self._to_forget:
-            names = tuple(list(self._to_forget)[:FORGET_MAX])
-            for name in names:
-                del self._to_forget[name]
+        some = list(islice(self._to_forget, HANDED_OUT_MAX)) if self._to_forget else []
+        if len(some) == len(self._to_forget):
+            self._to_forget.clear()  # a dict that was emptied name by name is walked as if it were full
+        for name in some:
+            self._to_forget.pop(name, None)
+        for at in range(0, len(some), FORGET_MAX):
+            names = tuple(some[at : at + FORGET_MAX])
             number = self._link.number()
             self._batches[number] = names
             self._link.moves.append(ForgetRecords(number, names))

@@ -15,6 +15,7 @@ than their share, prefetches have only READS_KEPT places: what is read at once i
 takes off its writes.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
@@ -64,7 +65,8 @@ class Queue(Generic[T]):
     """Jobs of one kind: those that wait, by priority and oldest first, with their bytes; and how many are under way."""
 
     bytes_max: int
-    levels: dict[int, dict[T, int]] = field(default_factory=dict)
+    levels: dict[int, OrderedDict[T, int]] = field(default_factory=dict)
+    """A job comes to either end, and the first is found, without a walk over what a dict would be: a million are."""
     level: dict[T, int] = field(default_factory=dict)
     """The priority of each job that waits."""
     bytes: int = 0
@@ -80,11 +82,10 @@ class Queue(Generic[T]):
         return bool(self.level or self.running)
 
     def add(self, job: T, size_bytes: int, priority: int, *, first: bool = False) -> None:
-        jobs = self.levels.setdefault(priority, {})
+        jobs = self.levels.setdefault(priority, OrderedDict())
+        jobs[job] = size_bytes
         if first:
-            self.levels[priority] = {job: size_bytes, **jobs}
-        else:
-            jobs[job] = size_bytes
+            jobs.move_to_end(job, last=False)
         self.level[job] = priority
         self.bytes += size_bytes
 

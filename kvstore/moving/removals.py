@@ -8,6 +8,7 @@ to the records that the next start finds, and the file goes when they are delete
 """
 
 import asyncio
+import errno
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +27,9 @@ NOTE_S = 0.5
 """For an entry to be on the disk of server.state_dir: an answer waits for it."""
 
 MARK_S = 10.0
+"""For the file to be read, or a mark to be on the disk: the SSD is not in use before."""
+
+DELETE_AGAIN_S = 5.0
 END_S = 5.0
 """For deletions of records to end when the daemon stops."""
 
@@ -85,6 +89,8 @@ class Removals:
         self._waiting = False
         """For the deletions of records on the SSD."""
         self._deleting = False
+        self._delete_at = 0.0
+        """When that may be tried, after it failed."""
         self._failing = False
         """And it was said."""
         self.sequence: Callable[[], int] = lambda: 0
@@ -127,10 +133,12 @@ class Removals:
     async def known(self) -> Struck:
         """What is in the file, this life's entries included. Raises OSError."""
         try:
-            entries, behind = await asyncio.get_running_loop().run_in_executor(self._thread, self._file.read)
-        except OSError as e:
-            why = f"which blocks were removed cannot be read from {self._path}: {e.strerror}"
-            raise OSError(e.errno, why) from e
+            async with asyncio.timeout(MARK_S):
+                entries, behind = await asyncio.get_running_loop().run_in_executor(self._thread, self._file.read)
+        except OSError as e:  # a TimeoutError is one
+            reason = e.strerror or f"no answer within {MARK_S:.0f} s"
+            why = f"which blocks were removed cannot be read from {self._path}: {reason}"
+            raise OSError(e.errno or errno.ETIMEDOUT, why) from e
         if behind:
             log.warning("the end of the file of removals was not written whole", path=str(self._path), bytes=behind)
         self._bytes = max(self._bytes, self._file.size_bytes)
@@ -158,6 +166,8 @@ class Removals:
         movement, notes = self._movement, self._notes
         if not self._bytes or self._waiting or self._deleting or not movement.ready or movement.trouble:
             return
+        if time.monotonic() < self._delete_at:
+            return
 
         def ended(waiter: Deletion) -> None:
             self._waiting = False
@@ -177,6 +187,7 @@ class Removals:
         error = done.exception()
         if error is not None:
             self._bytes = max(self._bytes, 1)  # to be tried again
+            self._delete_at = time.monotonic() + DELETE_AGAIN_S
             log.warning("the file of removals cannot be deleted", path=str(self._path), reason=str(error))
 
     # -- the end

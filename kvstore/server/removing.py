@@ -187,7 +187,6 @@ async def clear(node: Node, tenant: Tenant, request: pb.ClearRequest) -> pb.Clea
     """
     namespace = node.store.namespace(tenant, request.namespace_id)
     counts, removed = node.store.counts, 0
-    upto = node.removals.last_record() if node.removals is not None else 0
     for round_ in range(CLEAR_ROUNDS_MAX):
         dropped, only = await _clear_disk(node, namespace)
         counts.removed += only
@@ -202,6 +201,8 @@ async def clear(node: Node, tenant: Tenant, request: pb.ClearRequest) -> pb.Clea
             await asyncio.sleep(0)
         if node.moving is None:
             break
+    # After the last step: what was being written meanwhile and was cleared, too, has a number of its own.
+    upto = node.removals.last_record() if node.removals is not None else 0
     removing = begin(node, Removed([namespace.id], None, whole=namespace, upto=upto), CLEARED_S)
     return pb.ClearReply(removed=removed, not_on_disk_yet=await removing.decided() if removing is not None else "")
 

@@ -1,6 +1,7 @@
 """Removals that the SSD cannot be told of: what is written down, for which records, and for how long."""
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from kvstore.core.moves import WriteBlock
 from kvstore.core.segments import MakeSegment
+from kvstore.moving import removals as removals_module
 from kvstore.moving.removals import FILE_NAME, Removals, Struck
 from kvstore.tiers.removal_file import FILE_BYTES_MAX, RemovalFile
 from tests.core.scene import chain
@@ -177,3 +179,32 @@ def test_a_place_that_cannot_be_written_is_told(tmp_path: Path, what: str) -> No
                 await removals.known()
 
     on(path, scenario)
+
+
+def test_a_file_that_cannot_be_deleted_is_tried_and_told_of_now_and_then(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was with every turn of the loop: ten lines a second, for good."""
+    (tmp_path / FILE_NAME).mkdir()
+
+    async def scenario(removals: Removals, node: Node) -> None:
+        assert await removals.note(TENANT, node.ns.digest, KEYS, 7)
+        for _ in range(50):
+            removals.step()
+            await asyncio.sleep(0.005)
+
+    on(tmp_path, scenario)
+    assert [record.getMessage().count("cannot be deleted") for record in caplog.records].count(1) == 1
+
+
+def test_a_place_that_does_not_answer_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The SSD waited for it without an end, and nothing said so."""
+    monkeypatch.setattr(removals_module, "MARK_S", 0.1)
+    os.mkfifo(tmp_path / FILE_NAME)
+
+    async def scenario(removals: Removals, node: Node) -> None:
+        with pytest.raises(OSError, match="no answer within"):
+            await removals.known()
+        os.close(os.open(tmp_path / FILE_NAME, os.O_WRONLY))  # its thread goes on
+
+    on(tmp_path, scenario)

@@ -336,6 +336,27 @@ def test_more_removals_than_a_session_may_wait_for_are_carried_out_and_say_what_
         eventually(lambda: written_down(daemon) >= set(keys), what="all of them to be written down")
 
 
+def test_what_was_written_while_its_namespace_was_cleared_does_not_come_back() -> None:
+    """Those records have later numbers than the last one when the clear began, which was written down for all of it."""
+    with faulty({**QUICK, "removing.CLEAR_ROWS": 1}, host__size="32MiB") as daemon, Client(daemon.endpoint) as client:
+        opened(client)
+        others, ns = (client.raw_namespace(name, 16 << 10) for name in ("others", "cleared"))
+        durably(others, keys_of(others, "others", 1000))  # a clear looks at these first, one at a time
+        daemon.disk(sync={"delay_s": 0.002})
+        keys = keys_of(ns, "queued", 800)
+        assert put(ns, keys) == []
+        clearing = threading.Thread(target=ns.clear)
+        clearing.start()
+        eventually(lambda: not ns.match(keys[:1]).blocks, what="the first to be cleared")
+        daemon.disk(**HELD)
+        clearing.join()
+        daemon.kill()
+        daemon.disk()
+        daemon.restart()
+        opened(client)
+        assert present(ns, keys) == []
+
+
 @pytest.mark.parametrize("disk", [HELD, BROKEN, {}], ids=["held", "broken", "well"])
 def test_what_is_removed_as_the_daemon_is_told_to_stop_does_not_come_back(
     daemon: FaultyDaemon, disk: dict[str, Any]

@@ -8,10 +8,12 @@ The field fault: a disk was filled and freed, and writes failed until a restart;
 kept the daemon from starting.
 """
 
+import contextlib
 import errno
 import os
 import shutil
 import subprocess
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -68,8 +70,19 @@ class Mounted(RunningDaemon):
         return Path(f"/proc/{self.pid}/root{self.mountpoint}")
 
     def remount(self, how: str) -> None:
-        mount = ["mount", "-o", f"remount,{how}", str(self.mountpoint)]
-        subprocess.run(["nsenter", "-m", "-t", str(self.pid), *mount], check=True, timeout=30)
+        self._inside("mount", "-o", f"remount,{how}", str(self.mountpoint))
+
+    def _inside(self, *command: str) -> None:
+        subprocess.run(["nsenter", "-m", "-t", str(self.pid), *command], check=True, timeout=30)
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Whoever writes to its file system hangs, whichever way he does."""
+        self._inside("fsfreeze", "-f", str(self.mountpoint))
+        try:
+            yield
+        finally:
+            self._inside("fsfreeze", "-u", str(self.mountpoint))
 
 
 @pytest.fixture
@@ -235,6 +248,25 @@ def test_a_file_system_that_is_read_only_at_the_start_is_used_when_it_is_not_any
         assert present(client.raw_namespace("ro", BLOCK), keys) == keys
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_file_system_that_hangs_keeps_nobody_from_memory(mounted: Callable[..., Mounted], layout: str) -> None:
+    """RocksDB writes to its log with the GIL held: nothing of the daemon went on until the disk did."""
+    daemon = mounted(ssd__layout=layout)
+    with Client(daemon.endpoint, name="engine") as client:
+        opened(client)
+        ns = client.raw_namespace("hangs", BLOCK)
+        durably(ns, keys_of(ns, "before", 4))
+        with daemon.frozen():
+            until, turn = time.monotonic() + 3.0, 0
+            while time.monotonic() < until:
+                turn, keys = turn + 1, keys_of(ns, f"turn {turn % 40}", 2)
+                assert put(ns, keys) == [], "an answer within the 2 s of a client"
+                writes = ssd(client)["queues"][-1]
+            assert present(ns, keys) == keys
+            assert writes["running"] or writes["waiting"], "what the disk does not end"
+        eventually(lambda: put(ns, keys, durable=True) == [], HEALED_S, "writes to go on")
+
+
 def broken_current(path: Path) -> None:
     (store_of(path) / "CURRENT").write_bytes(b"")
 
@@ -253,13 +285,25 @@ def cut_manifest(path: Path) -> None:
         os.truncate(manifest, manifest.stat().st_size // 2)
 
 
+def broken_tables(path: Path) -> None:
+    """Whoever looked whether the catalogue is empty met the corruption, ahead of who could say what it means."""
+    for table in store_of(path).glob("*.sst"):
+        content = bytearray(table.read_bytes())
+        content[:200] = bytes(byte ^ 0x5A for byte in content[:200])
+        table.write_bytes(content)
+
+
 def no_catalogue(path: Path) -> None:
     shutil.rmtree(store_of(path))
 
 
 HARMS = [
-    *((EXTENTS, harm) for harm in (broken_current, missing_current, broken_manifest, cut_manifest, no_catalogue)),
-    *((ROCKSDB, harm) for harm in (broken_current, missing_current, broken_manifest, cut_manifest)),
+    *(
+        (layout, harm)
+        for layout in LAYOUTS
+        for harm in (broken_current, missing_current, broken_manifest, cut_manifest, broken_tables)
+    ),
+    (EXTENTS, no_catalogue),
 ]
 
 

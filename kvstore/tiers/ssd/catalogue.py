@@ -421,6 +421,9 @@ class Catalogue:
                 return
 
     def _write_batch(self, batch: WriteBatch) -> None:
+        # A file system that hangs is met here, without the GIL: in RocksDB's write to its log nobody would go on.
+        with suppress(OSError):  # RocksDB says what is wrong
+            os.utime(self._path)
         self._inside(lambda db: db.write(batch, self._write_options))
 
 

@@ -16,7 +16,7 @@ TABLES = (".sst", ".blob")
 
 
 def knows_nothing(path: Path, names: list[str], budget: Budget, *, payload: bool) -> bool:
-    """Of a closed one with these files. What cannot even be opened to read, opening it says better."""
+    """Of a closed one with these files. What cannot be opened or read here, opening it says better."""
     if not any(name.endswith(TABLES) for name in names):
         return False
     families = {PAYLOAD_FAMILY: payload_options(budget)} if payload else None
@@ -26,5 +26,7 @@ def knows_nothing(path: Path, names: list[str], budget: Budget, *, payload: bool
         return False
     try:
         return opened.get(VERSION_KEY) is None
+    except Exception:  # noqa: BLE001 (the same: a table that is corrupt where that row is)
+        return False
     finally:
         opened.close()
