@@ -121,6 +121,7 @@ class Removals:
         except TimeoutError:
             return f"{self._path} was not written within {NOTE_S:.1f} s"
         except OSError as e:
+            self._bytes -= len(packed)
             if not self._failing:
                 log.warning("removals cannot be written down", path=str(self._path), reason=str(e.strerror or e))
             self._failing = True

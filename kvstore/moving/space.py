@@ -43,6 +43,9 @@ LOG_LONG = 2
 COLLECT_AGAIN_S = 5.0
 """After an error."""
 
+BALLAST_AGAIN_S = 60.0
+"""The same for the ballast."""
+
 
 class Space:
     """Of one directory."""
@@ -65,6 +68,7 @@ class Space:
         self._collector = LoneThread("ssd-collect")
         self._collecting = False
         self._collect_at = 0.0
+        self._ballast_at = 0.0
         self.unreadable: tuple[SsdDirectory, str] | None = None
         """A catalogue that collecting found to be corrupt, and how."""
         self._step_bytes = self._budget.step_bytes
@@ -115,8 +119,16 @@ class Space:
         """In a thread."""
         sizes = directory.sizes()
         missing, room = sizes.ballast_missing, self._room(sizes)
-        if missing and room >= missing + (self._budget.log_bytes if not self._in_files else missing):
-            directory.load_ballast()
+        if (
+            missing
+            and time.monotonic() >= self._ballast_at
+            and room >= missing + (self._budget.log_bytes if not self._in_files else missing)
+        ):
+            try:
+                directory.load_ballast()
+            except OSError as e:  # a quota, say: what is there is served all the same
+                self._ballast_at = time.monotonic() + BALLAST_AGAIN_S
+                log.warning("room to open with cannot be set aside on a full disk", reason=str(e))
             sizes = directory.sizes()
         return sizes
 

@@ -91,6 +91,18 @@ def test_the_file_is_bounded_and_the_answer_says_so(tmp_path: Path) -> None:
     on(tmp_path, scenario)
 
 
+def test_what_could_not_be_written_takes_no_room_of_the_file(tmp_path: Path) -> None:
+    async def scenario(removals: Removals, node: Node) -> None:
+        (tmp_path / FILE_NAME).mkdir()
+        keys = KEYS * 512
+        for _ in range(FILE_BYTES_MAX // (len(keys) * len(keys[0])) + 2):
+            assert "cannot be written" in await removals.note(TENANT, node.ns.digest, keys, 7)
+        (tmp_path / FILE_NAME).rmdir()
+        assert await removals.note(TENANT, node.ns.digest, keys, 7) == ""
+
+    on(tmp_path, scenario)
+
+
 def test_the_file_goes_when_the_ssd_has_deleted_what_it_speaks_of_and_no_sooner(tmp_path: Path) -> None:
     """Also while other records come and go all the time, as on an SSD that is full."""
 
@@ -185,10 +197,11 @@ def test_a_file_that_cannot_be_deleted_is_tried_and_told_of_now_and_then(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It was with every turn of the loop: ten lines a second, for good."""
-    (tmp_path / FILE_NAME).mkdir()
 
     async def scenario(removals: Removals, node: Node) -> None:
-        assert await removals.note(TENANT, node.ns.digest, KEYS, 7)
+        assert await removals.note(TENANT, node.ns.digest, KEYS, 7) == ""
+        (tmp_path / FILE_NAME).unlink()
+        (tmp_path / FILE_NAME).mkdir()
         for _ in range(50):
             removals.step()
             await asyncio.sleep(0.005)
