@@ -39,6 +39,7 @@ from kvstore.server.listener import SessionServer
 from kvstore.server.readiness import Readiness, Troubles
 from kvstore.tiers.index import Indexes
 from kvstore.tiers.slab import PREFIX, Slab, SlabSegment
+from kvstore.tiers.ssd.mounts import refuse_no_directory
 from kvstore.warm import USES_S, Warm, choose_pages, place_for
 from kvstored.v1 import kvstore_pb2 as pb
 
@@ -148,6 +149,8 @@ class Daemon:
         """Told to stop: a start that is under way ends with the next segment."""
         server = settings.server
         self.access = Access.load(server.tls_cert, server.tls_key, server.tokens)
+        if settings.ssd.path is not None:
+            refuse_no_directory(settings.ssd.path)
         left = passed_descriptors(PREFIX)
         self._huge_pages = choose_pages(settings.host, left)
         self._started = time.monotonic()

@@ -195,10 +195,13 @@ def private_directory(path: Path, group: int | None = None) -> None:
             _check_step(directory)
         except FileNotFoundError:
             # A umask only takes from this mode, so the directory is never wider.
-            with contextlib.suppress(FileExistsError), _explained(directory):
-                directory.mkdir(0o700)
-                if group is not None:
-                    give_to_group(directory, group, 0o710)
+            try:
+                with contextlib.suppress(FileExistsError), _explained(directory):
+                    directory.mkdir(0o700)
+                    if group is not None:
+                        give_to_group(directory, group, 0o710)
+            except FileNotFoundError as e:  # /proc says so of all that it does not have
+                raise StartupError(f"{directory} cannot be made ({e.strerror}): choose another path") from e
             _check_step(directory)
     with _explained(path):
         found = path.stat()

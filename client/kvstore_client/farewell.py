@@ -13,11 +13,12 @@ A view may outlive its client by any time, and so may the thread, which then loo
 second and nothing else.
 """
 
+import atexit
 import logging
 import threading
 import time
 
-from kvstore_client.session import Session
+from kvstore_client.session import Session, sessions
 from kvstore_client.waiting import locked
 from kvstored.v1.errors import KVStoreError
 
@@ -31,8 +32,25 @@ LOOK_S = 1.0
 AGAIN_FIRST_S, AGAIN_MAX_S = 0.05, 10.0
 """Between two tries to attach."""
 
+EXIT_S = 0.1
+"""For all that a process which ends without `close` has not told of its reads; what is not told by then is lost."""
+
 Arguments = tuple[str, str, str, float, bool]
 """What Session is made with."""
+
+
+@atexit.register
+def tell_last_uses() -> None:
+    """What was read since the last message, of clients that nobody closed: hits that would write a block to the SSD."""
+    until = time.monotonic() + EXIT_S
+    for session in list(sessions):
+        if session.dead or session.forked or session.settled:
+            continue
+        session.timeout_s = max(until - time.monotonic(), 0.0)  # whoever is in a call, and may never end it
+        try:
+            session.tell(touches=True)
+        except (KVStoreError, OSError) as e:
+            log.debug("the last reads cannot be told: %s", e)
 
 
 def see_off(session: Session, arguments: Arguments) -> None:

@@ -22,6 +22,8 @@ SHARED_READS = platform.machine() in ("x86_64", "AMD64", "i686")
 VECTOR_KEYS_MIN = 8
 """Below this many keys, one by one is faster than numpy's fixed cost."""
 
+IN_MEMORY = shm.GPU | shm.HOST
+
 Entry = tuple[int, int, int, int, int, int]
 """word of the sequence number, the number, segment, length, offset, flags."""
 
@@ -56,6 +58,11 @@ class IndexReader:
         """Grows when the daemon wants every session to Sync."""
         return self._header(shm.AT_NOTICE)
 
+    @property
+    def below_out(self) -> bool:
+        """What only tiers below memory have cannot be read for now."""
+        return self._header(shm.AT_BELOW) != 0
+
     def find(self, key: bytes) -> Entry | None:
         """The entry of `key` as it is now; None where there is none, or it is just being written."""
         first, step = shm.HASHES.unpack(key)
@@ -75,7 +82,13 @@ class IndexReader:
         return None
 
     def leading(self, keys: Sequence[bytes], length: int) -> tuple[int, list[int]]:
-        """How many leading keys have a block of `length` bytes, and the flags of each."""
+        """How many leading keys have a block of `length` bytes that can be read now, and the flags of each."""
+        end, flags = self._leading(keys, length)
+        if self.below_out:
+            end = next((i for i, tiers in enumerate(flags) if not tiers & IN_MEMORY), end)
+        return end, flags[:end]
+
+    def _leading(self, keys: Sequence[bytes], length: int) -> tuple[int, list[int]]:
         if len(keys) < VECTOR_KEYS_MIN or self.find(keys[0]) is None:
             return self._leading_one_by_one(keys, length)
         wanted = np.frombuffer(b"".join(keys), "<u8").reshape(len(keys), 4)

@@ -121,7 +121,7 @@ class LocalTransport(LocalReads):
         if isinstance(error, ResourceExhausted) and not stored and not existing:
             raise error
         if saving is not None:
-            error = error or saving.wait()
+            error = error or saving.wait(opened.namespace_id, keys[start:])
         return PutResult(stored, existing, rejected, error)
 
     def _absent(self, session: Session, ns: Identity, keys: Sequence[bytes], start: int) -> list[int]:
@@ -223,7 +223,8 @@ class LocalTransport(LocalReads):
                     if result == pb.STORED:
                         own.clear()
             stored, existing = results.count(pb.STORED), results.count(pb.EXISTS)
-            error = saving.wait() if saving is not None else None
+            there = [keys[i] for i, result in zip(part, results, strict=True) if result != pb.REJECTED]
+            error = saving.wait(opened.namespace_id, there) if saving is not None else None
             return PutResult(stored, existing, len(results) - stored - existing, error)
 
         return Slots(views, commit)

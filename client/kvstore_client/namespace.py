@@ -84,6 +84,7 @@ class Namespace:
 
         Without `wait` it is answered from shared memory alone, and never waits for the daemon:
         where that is not to be had at the moment (or at all, as over gRPC), nothing is present.
+        While the SSD is out of use, what only it has is not present either: no read would get it.
         """
         began = perf_counter()
         keys = checked_keys(keys)

@@ -25,7 +25,7 @@ from kvstore_client.lease import Lease, Slots
 from kvstore_client.reads import HOST, Reads
 from kvstore_client.removals import LASTING_S, Removals
 from kvstore_client.results import TIER_NAMES, Copied, Health, Hint, Match, PutResult
-from kvstore_client.tickets import STATES, Ticket, not_durable
+from kvstore_client.tickets import LEFT_AGAIN, STATES, Ticket, not_durable
 from kvstore_client.transport import Identity
 from kvstored.v1 import KEYS_MAX, chunks
 from kvstored.v1 import kvstore_pb2 as pb
@@ -295,7 +295,24 @@ class GrpcTransport:
             error = Unavailable(f"no answer from {self._channel.endpoint} in time: {e}")
         if isinstance(error, ResourceExhausted) and not stored and not existing:
             raise error
+        if durable and error is None and not why and len(blocks) > _part_keys(ns.block_bytes):
+            why = self._left_again(ns, keys[start:])
         return PutResult(stored, existing, len(blocks) - stored - existing, error or not_durable(why))
+
+    def _left_again(self, ns: Identity, keys: Sequence[bytes]) -> str:
+        """Each part was on the SSD when it was answered; one that came later may have taken its place."""
+        try:
+            for at in range(0, len(keys), KEYS_MAX):
+
+                def call(opened: Opened, part: Sequence[bytes] = keys[at : at + KEYS_MAX]) -> bool:
+                    request = pb.MatchRequest(namespace_id=opened.number, keys=part, tier=pb.TIER_SSD)
+                    return bool(self._call("Match", request, epoch=opened.epoch).blocks < len(part))
+
+                if self._in(ns, call):
+                    return LEFT_AGAIN
+        except (Unavailable, DeadlineExceeded, ResourceExhausted) as e:
+            return f"nobody can be asked about it any more: {e}"
+        return ""
 
     def _put_part(
         self, ns: Identity, keys: Sequence[bytes], part: range, blocks: list[Bytes], hint: Hint | None, durable: bool

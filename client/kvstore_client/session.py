@@ -44,7 +44,7 @@ WRITTEN = -1
 
 Steps = Iterable[tuple[pb.Request, list[int]]]
 _hold_numbers = count()
-_sessions: "weakref.WeakSet[Session]" = weakref.WeakSet()
+sessions: "weakref.WeakSet[Session]" = weakref.WeakSet()
 
 
 class Session:
@@ -83,7 +83,7 @@ class Session:
         self._pid = os.getpid()
         self._identity = (client, tenant, read_only)
         self._stream = Stream(path, timeout_s)
-        _sessions.add(self)
+        sessions.add(self)
 
     # -- opening
 
@@ -490,7 +490,7 @@ def _in_child() -> None:
     Mappings were never copied (MADV_DONTFORK) and are not unmapped here: the range may be
     the child's own by now.
     """
-    for session in list(_sessions):
+    for session in list(sessions):
         session.forked = True
         session.dead = "made before a fork"
         session.lock = threading.RLock()

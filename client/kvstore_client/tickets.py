@@ -4,17 +4,18 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvstore_client.loads import PAUSE_S, TURN_MS, answer_s
 from kvstore_client.session import Session
 from kvstored.v1 import KEYS_MAX
 from kvstored.v1 import kvstore_pb2 as pb
-from kvstored.v1.errors import DeadlineExceeded, FailedPrecondition, KVStoreError, ResourceExhausted
+from kvstored.v1.errors import DeadlineExceeded, FailedPrecondition, KVStoreError, ResourceExhausted, Unavailable
 
 log = logging.getLogger("kvstore_client")
 
 LATE = "its deadline passed"
+LEFT_AGAIN = "blocks left the SSD again before all were there: together they need more room than it has (ssd.size)"
 
 STATES = {
     pb.TICKET_NONE: "failed",
@@ -154,10 +155,12 @@ class Saving:
         self._tickets: deque[tuple[int, int]] = deque()
         """With how many blocks each is about."""
         self._ahead = 0
+        self._commits = 0
         self._why = ""
 
     def answered(self, replies: list[pb.CommitReply], blocks: int) -> None:
         """Commits that asked for it, of so many blocks; waits for those before, where that is too much at once."""
+        self._commits += len(replies)
         for reply in replies:
             self._why = self._why or reply.not_durable
             if reply.ticket:
@@ -178,11 +181,25 @@ class Saving:
             request.commit.durable = True
             self.answered([self._session.call(request).commit], len(some))
 
-    def wait(self) -> KVStoreError | None:
-        """Waits for all of it, in time; answers why not all is on the SSD."""
+    def wait(self, namespace_id: int, keys: Sequence[bytes]) -> KVStoreError | None:
+        """Waits for all of it, `keys`, in time; answers why not all is on the SSD."""
         while self._tickets:
             self._wait_for_first()
+        if self._commits > 1 and not self._why:
+            self._look_again(namespace_id, keys)
         return not_durable(self._why)
+
+    def _look_again(self, namespace_id: int, keys: Sequence[bytes]) -> None:
+        """Each commit was on the SSD when it was answered; one that came later may have taken its place."""
+        try:
+            for at in range(0, len(keys), KEYS_MAX):
+                part = keys[at : at + KEYS_MAX]
+                request = pb.MatchRequest(namespace_id=namespace_id, keys=part, tier=pb.TIER_SSD)
+                if self._session.call(pb.Request(match=request)).match.blocks < len(part):
+                    self._why = LEFT_AGAIN
+                    return
+        except (Unavailable, DeadlineExceeded, ResourceExhausted) as e:
+            self._why = f"nobody can be asked about it any more: {e}"
 
     def _wait_for_first(self) -> None:
         number, blocks = self._tickets.popleft()

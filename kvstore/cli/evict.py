@@ -42,7 +42,11 @@ NAMED_MAX = 8
 TIERS = {"all": pb.TIER_NONE, "host": pb.TIER_HOST, "ssd": pb.TIER_SSD}
 
 NOT_ON_DISK = "not_on_disk_yet"
-DONE = tuple(field.name for field in pb.EvictReply.DESCRIPTOR.fields if field.name != NOT_ON_DISK)
+NOT_KNOWN = "ssd_not_known"
+WORDS = (NOT_ON_DISK, NOT_KNOWN)
+"""Of an answer; the rest of it are numbers."""
+
+DONE = tuple(field.name for field in pb.EvictReply.DESCRIPTOR.fields if field.name not in WORDS)
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,7 @@ def evict(
     names = _keys(keys, keys_from)
     prefix = hex_bytes(namespace, "namespace", DIGEST_PREFIX_BYTES_MIN, KEY_BYTES) if namespace is not None else b""
     done: dict[str, int] = dict.fromkeys(DONE, 0)
-    not_on_disk = ""
+    words = dict.fromkeys(WORDS, "")
     with connected(Way(endpoint, token_file, ca).under(above)) as client:
         before = client.stats()
         if tier == "ssd" and not before.get("ssd"):
@@ -128,7 +132,7 @@ def evict(
         scope = Scope(before, tenant if size_bytes or everything else tenant or _unnamed(before), tier)
         if (size_bytes or everything) and tenant and not _has_tenant(client, before, tenant):
             if as_json:
-                click.echo(json.dumps({**done, NOT_ON_DISK: not_on_disk}, indent=2))
+                click.echo(json.dumps({**done, **words}, indent=2))
             fail(f"there is no tenant {tenant}; there are: {_tenants(before)}", EXIT_NOT_FOUND)
         if prefix:
             plan = _namespace_plan(client, scope, tenant, prefix)
@@ -142,15 +146,13 @@ def evict(
             whole = f", {percent(plan.share, 1)} of {plan.of}" if plan.blocks else ""
             about = f"up to {count(plan.blocks)} {plan.what} ({human_bytes(plan.size_bytes)}{whole})"
             confirm(f"This drops {about}{_what_stays(tier, before)}; leased and pinned blocks stay.", yes=yes)
-        not_on_disk = _carry_out(client, plan.requests, done)
+        _carry_out(client, plan.requests, done, words)
         leasing = [] if as_json or not done["leased"] else _leasing(client.stats(), scope.tenant)
     if as_json:
-        click.echo(json.dumps({**done, NOT_ON_DISK: not_on_disk}, indent=2))
+        click.echo(json.dumps({**done, **words}, indent=2))
     else:
-        click.echo("\n".join(_sentences(done, leasing, tier)))
-        if not_on_disk:
-            click.echo(f"what was dropped from the SSD may be back if the daemon is killed now: {plain(not_on_disk)}")
-    if names and not (done["blocks"] or done["ssd_blocks"] or done["held"]):
+        click.echo("\n".join([*_sentences(done, leasing, tier), *_uncertain(words)]))
+    if names and not words[NOT_KNOWN] and not (done["blocks"] or done["ssd_blocks"] or done["held"]):
         fail("none of these keys is here", EXIT_NOT_FOUND)
 
 
@@ -274,17 +276,18 @@ def _unnamed(stats: Mapping[str, Any]) -> str:
 # -- doing it
 
 
-def _carry_out(client: "Client", requests: Sequence[pb.EvictRequest], done: dict[str, int]) -> str:
-    """All requests, one after another; adds up what they did, and answers why some of it may be back."""
+def _carry_out(
+    client: "Client", requests: Sequence[pb.EvictRequest], done: dict[str, int], words: dict[str, str]
+) -> None:
+    """All requests, one after another; adds up what they did, with the first reason why some of it is uncertain."""
     from kvstore_client import admin
 
-    why = ""
     for request in requests:
         reply = admin.evict(client, request)
         for name in done:
             done[name] += getattr(reply, name)
-        why = why or reply.not_on_disk_yet
-    return why
+        for name in words:
+            words[name] = words[name] or getattr(reply, name)
 
 
 def _has_tenant(client: "Client", stats: Mapping[str, Any], tenant: str) -> bool:
@@ -309,6 +312,15 @@ def _leasing(stats: Mapping[str, Any], tenant: str) -> list[str]:
         for session in stats["sessions"]
         if session["leased_slots"] and tenant in ("", session["tenant"])
     ]
+
+
+def _uncertain(words: Mapping[str, str]) -> Iterator[str]:
+    """What could not be counted, and what may be back."""
+    if words[NOT_KNOWN]:
+        gone = "" if words[NOT_ON_DISK] else ", and written down: gone as soon as it is"
+        yield f"what the SSD has is not known yet ({plain(words[NOT_KNOWN])}): not counted here{gone}"
+    if why := plain(words[NOT_ON_DISK]):
+        yield f"what was dropped from the SSD may be back if the daemon is killed now: {why}"
 
 
 def _sentences(done: Mapping[str, int], leasing: Sequence[str], tier: str) -> Iterator[str]:

@@ -124,7 +124,7 @@ def _host(row: Row) -> list[tuple[str, str]]:
     return [
         ("size", human_bytes(row["size_bytes"])),
         ("used", human_bytes(row["used_bytes"]) + share),
-        ("blocks", human_bytes(row["block_bytes"])),
+        ("bytes of blocks", human_bytes(row["block_bytes"])),
         ("unassigned", human_bytes(row["unassigned_bytes"])),
         ("segments", f"{row['segments']} of {human_bytes(row['segment_bytes'])}"),
         *([("draining", human_bytes(draining))] if draining else []),
@@ -159,7 +159,8 @@ def _ssd(row: Row) -> list[tuple[str, str]]:
         ("size", human_bytes(row["size_bytes"]) + _less_room(row)),
         ("on the disk", human_bytes(row["physical_bytes"]) + share),
         ("free there", human_bytes(row["free_bytes"])),
-        ("blocks", f"{count(row['blocks'])} ({human_bytes(row['used_bytes'])} of {human_bytes(row['file_bytes'])})"),
+        ("blocks", count(row["blocks"])),
+        ("in slots", f"{human_bytes(row['used_bytes'])} of {human_bytes(row['file_bytes'])} that are laid out so far"),
         *([("set aside", f"{row['aside']}: look at them, then remove them")] if row["aside"] else []),
         ("evicted", count(row["evicted"])),
         ("waited for", count(row["tickets"])),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvstore.core.block import NONE
 from kvstore.core.carrier import Carrier
-from kvstore.core.holds import Namespace
+from kvstore.core.holds import Namespace, Tenant
 from kvstore.core.moves import Move
 from kvstore.core.packed import Packed
 from kvstore.core.schedule import Kind, Scheduler
@@ -55,6 +55,10 @@ class Removals:
     def __init__(self) -> None:
         self._blocks: set[Block] = set()
         self._cleared: set[int] = set()
+        self._named: set[tuple[int, bytes]] = set()
+        """Tenant's number and key: in whichever of its namespaces, also one that is not known yet."""
+        self._tenants: set[int] = set()
+        self._all = False
 
     def remove(self, namespace: Namespace, keys: Iterable[bytes]) -> None:
         """Blocks of memory's namespace. Of too many all of their namespaces go: a lost hit, and nothing kept."""
@@ -67,13 +71,31 @@ class Removals:
         """All that was stored in memory's namespace before this life."""
         self._cleared.add(namespace.id)
 
-    def __contains__(self, block: Block) -> bool:
-        return block[0] in self._cleared or block in self._blocks
+    def everywhere(self, tenant: Tenant | None, keys: Iterable[bytes] | None) -> None:
+        """These keys of memory's tenant (None: of all), or (None) all that it has, in namespaces nobody has named."""
+        if tenant is None:
+            self._all = True
+        elif keys is None:
+            self._tenants.add(tenant.id)
+        else:
+            self._named.update((tenant.id, key) for key in keys)
+            if len(self._named) > REMOVALS_MAX:
+                self._tenants.update(number for number, _ in self._named)
+                self._named.clear()
+
+    def has(self, namespace: Namespace, key: bytes) -> bool:
+        """Whether that block of memory's namespace was removed."""
+        number, tenant = namespace.id, namespace.tenant.id
+        known = self._all or number in self._cleared or tenant in self._tenants
+        return known or (number, key) in self._blocks or (tenant, key) in self._named
 
     def forget(self) -> None:
         """All is known, and nothing is read from records again."""
         self._blocks.clear()
         self._cleared.clear()
+        self._named.clear()
+        self._tenants.clear()
+        self._all = False
 
 
 class Link:
@@ -103,8 +125,7 @@ class Link:
         self.packed = Packed(disk, self.on_disk, packed_bytes, packed_block_max)
         self.checksums = array("Q")
         """Of each row of the SSD's store."""
-        self.trouble = ""
-        """Why the SSD is out of use; "" where it is in use."""
+        self._trouble = ""
         self.away = False
         """No directory is open, or it is about to be lost: nothing ends `trouble` but another one, and no record
         that goes need be deleted."""
@@ -117,6 +138,17 @@ class Link:
         self.on_trouble: Callable[[], None] = lambda: None
         self.removals = Removals()
         self._last = 0
+
+    @property
+    def trouble(self) -> str:
+        """Why the SSD is out of use; "" where it is in use. Readers of the index are told at once that it is."""
+        return self._trouble
+
+    @trouble.setter
+    def trouble(self, why: str) -> None:
+        if bool(why) != bool(self._trouble):
+            self.joined.index.set_below(bool(why))
+        self._trouble = why
 
     def number(self) -> int:
         """For the next job."""

@@ -126,7 +126,9 @@ class Movement:
         self.link.packed.left(row)
         if not self.link.away:
             self.writes.forgetting.left((number, key), table.place[row])
-        self.loads.left_disk((joined.memory_of[number].id, key))
+        block = (joined.memory_of[number].id, key)
+        self.writes.watched.left_disk(block)
+        self.loads.left_disk(block)
 
     def served(self, tenant: str, conversation: str, tokens_generated: int, now: float) -> None:
         """A hint: that conversation is being served, by a request that generated so many tokens."""
@@ -153,6 +155,11 @@ class Movement:
             else:
                 break
         return run
+
+    def run_on_disk(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
+        """How many leading blocks have a copy on the SSD, whether memory has them or not."""
+        there = (self.link.disk_row((namespace.id, key)) != NONE for key in keys)
+        return next((i for i, on_disk in enumerate(there) if not on_disk), len(keys))
 
     def remove_from_disk(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
         """Removes copies on the SSD, ahead of those in memory; how many blocks are gone that were there only."""

@@ -51,7 +51,7 @@ class Packed:
         """Of the slots that the blocks of `bytes` have."""
         self._disk = disk
         self._carrier = carrier
-        self._block_bytes_max = block_bytes_max
+        self.block_bytes_max = block_bytes_max
         self._sizes = array("I")
         """By row."""
         self._of_tenant: dict[int, int] = {}
@@ -73,7 +73,7 @@ class Packed:
         if not self.counts:
             return self._carrier.take(namespace)
         slot_bytes = self._disk.pool(namespace).slot_bytes
-        if slot_bytes > self._block_bytes_max:
+        if slot_bytes > self.block_bytes_max:
             return None
         if slot_bytes > self.may_begin:
             self.waits = True

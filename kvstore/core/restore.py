@@ -126,7 +126,7 @@ class Restore:
         if not self._is_free(namespace, segment, slot):
             return self.refuse()
         memory = link.joined.memory_of[namespace.id]
-        if (memory.id, key) in link.removals or 0 < until <= self._now or not isfinite(until):
+        if link.removals.has(memory, key) or 0 < until <= self._now or not isfinite(until):
             return self.refuse()
         if not isfinite(used):
             used = self._now

@@ -36,6 +36,9 @@ class TieredIndex(Protocol):
     def flag(self, tenant: int, key: bytes, flags: int) -> None:
         """Another tier has got, or lost, a copy; the bytes in memory stay where they are."""
 
+    def set_below(self, out: bool) -> None:
+        """Whether what only the SSD has cannot be read for now: readers are not to count on it."""
+
 
 class Joined:
     """Which namespace of one store is which of the other, and what the index says of a block.

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.core.block import HINTED, NONE, SEALED
+from kvstore.core.durable import Durable, Watched
 from kvstore.core.forgetting import Forgetting
 from kvstore.core.holds import Namespace, Tenant
 from kvstore.core.idle import IdleConversations
@@ -28,6 +29,8 @@ AHEAD_SHARE = 0.15
 """Of a pool's slots, its coldest: written ahead by `evict`. More than one round of eviction takes between the
 watermarks, or most of a round would be lost: with 64 blocks, all but 5 % of it was (bench/offload.py)."""
 
+MIB = 1 << 20
+
 AHEAD_BLOCKS = 4096
 """Cold blocks looked at in one turn: 1 ms. The next turn begins with the next pool."""
 
@@ -39,16 +42,6 @@ OFFLOAD_ROWS = 1024
 
 TTL_S_MIN = 0.001
 """Of a block whose life ended while it was on its way."""
-
-
-@dataclass(eq=False, slots=True)
-class Durable:
-    """A caller that waits until blocks are on the SSD. `ended` is called once."""
-
-    ended: Callable[["Durable"], None]
-    left: set[Block] = field(default_factory=set)
-    why: str = ""
-    """Why not all of them are; "" where all are."""
 
 
 @dataclass(eq=False, slots=True)
@@ -79,12 +72,15 @@ class WriteBack:
         self.numbers: dict[Block, int] = {}
         """Of blocks that are being written."""
         self._durables: dict[Block, list[Durable]] = {}
+        self.watched = Watched()
         self._kept = Kept(link)
         """Blocks of `_durables`, as far as they may be held."""
         self.forgetting = Forgetting(link, self._may_be_written, self._unwanted)
         self._after: dict[Name, Block] = {}
         """Blocks to be written when their old record is gone: its deletion must not meet the new one."""
         self._waits_for_room = False
+        self.last_dropped = ""
+        """Why the last of them that was not written was not; for who asks what is left."""
         self._pool_hand = 0
         self._missed = 0
         """Rows to be looked at since a block was last left out: with `through` it may still be in memory."""
@@ -192,13 +188,16 @@ class WriteBack:
     # -- who waits for it
 
     def wait_durable(self, namespace: Namespace, keys: Sequence[bytes], ended: Callable[[Durable], None]) -> Durable:
-        """`ended` is called when all of these are on the SSD or one cannot be; it may be before this returns."""
+        """`ended` is called when all of these are on the SSD or one cannot be; it may be before this returns.
+
+        Whoever is told asks `why` again when he answers, and is forgotten then (`forget_waiter`).
+        """
         link, waiter = self.link, Durable(ended)
         for key in keys:
             block = (namespace.id, key)
             if link.disk_row(block) != NONE:
-                continue
-            if link.memory_row(block) == NONE:
+                self.watched.add(waiter, block)
+            elif link.memory_row(block) == NONE:
                 waiter.why = "a block was evicted before it was written"
             elif link.trouble not in ("", OPENING):
                 waiter.why = link.trouble  # also of one under way: it may take for ever
@@ -223,7 +222,8 @@ class WriteBack:
             self._kept.keep(block, row)
 
     def forget_waiter(self, waiter: Durable) -> None:
-        """Nobody waits any more."""
+        """Nobody waits any more, or he is answered."""
+        self.watched.forget(waiter)
         for block in waiter.left:
             waiters = self._durables.get(block, [])
             if waiter not in waiters:  # it was removed while it was written
@@ -249,21 +249,13 @@ class WriteBack:
 
     def _tell(self, block: Block, why: str) -> None:
         self._kept.let_go(block)
-        self._tell_all(block, self._durables.pop(block, ()), why)
+        self.watched.reached(block, self._durables.pop(block, ()), why)
 
     def _tell_removed(self, block: Block, writing: Writing) -> None:
         """Whoever waited for a block that was removed while it was written."""
         for ref in writing.kept:
             self.link.on_memory.release(self.link.memory.namespaces[block[0] - 1].tenant, ref)
-        self._tell_all(block, writing.durables, "a block was removed before it was written")
-
-    @staticmethod
-    def _tell_all(block: Block, waiters: Iterable[Durable], why: str) -> None:
-        for waiter in waiters:
-            waiter.left.discard(block)
-            waiter.why = waiter.why or why
-            if not waiter.left:
-                waiter.ended(waiter)
+        self.watched.reached(block, writing.durables, "a block was removed before it was written")
 
     # -- writing
 
@@ -280,7 +272,8 @@ class WriteBack:
         source_namespace = memory.namespaces[block[0] - 1]
         namespace = link.disk_namespace(source_namespace)
         if namespace is None:
-            self._drop(block, "its namespace cannot be on the SSD (another block size there, or too many namespaces)")
+            why = "its namespace cannot be on the SSD (another block size there, or too many namespaces)"
+            self._drop(block, self._too_large(self._size(block)) or why)
             return Turn.OVER
         name = (namespace.id, block[1])
         if name in self.forgetting:
@@ -334,8 +327,24 @@ class WriteBack:
         if self.link.disk.room.pending:
             self._waits_for_room = True
             return Turn.LATER
-        self._drop(block, "no room on the SSD: all of it is held, or no file can be made")
+        self._drop(block, self._no_room(self._size(block)))
         return Turn.OVER
+
+    def _no_room(self, slot_bytes: int) -> str:
+        """Why a block of that size has no place."""
+        why = self.link.no_file or "all of it is held, or no file for them can be made within ssd.size"
+        return self._too_large(slot_bytes) or f"no room on the SSD for blocks of {slot_bytes / MIB:.3g} MiB: {why}"
+
+    def _too_large(self, slot_bytes: int) -> str:
+        """Names the limit that no block of that size is within; "" where it may have a place."""
+        packed, files = self.link.packed, self.link.disk.segments.size_bytes
+        limit = min(packed.block_bytes_max, files) if packed.counts else files
+        size, most = f"{slot_bytes / MIB:.3g}", f"{limit / MIB:.3g}"
+        if slot_bytes <= limit:
+            return ""
+        return (
+            f"blocks of {size} MiB are larger than the SSD takes: at most {most} MiB with this ssd.size and ssd.layout"
+        )
 
     def room_came(self) -> None:
         """A file was made, or could not be."""
@@ -393,6 +402,7 @@ class WriteBack:
     def _drop(self, block: Block, why: str) -> None:
         """A block that is not written after all."""
         self.link.counts.writes_dropped += 1
+        self.last_dropped = why or self.last_dropped
         self._tell(block, why)
 
     def give_up_waited(self, why: str) -> None:
@@ -437,7 +447,7 @@ class WriteBack:
         """Whoever waits for what is being written waits no longer: it takes too long."""
         for writing in self.under_way.values():
             self._tell(writing.block, why)
-            self._tell_all(writing.block, writing.durables, why)
+            self.watched.reached(writing.block, writing.durables, why)
             writing.durables = []
 
     def leave_behind(self, why: str) -> dict[int, tuple[Tenant, int]]:

@@ -16,26 +16,26 @@ class Drops:
 
     def __init__(self) -> None:
         self._again: dict[int, str] = {}
-        """Segment -> why it is still there."""
+        """Segment -> why it is still there; "" if it may be, since making it has failed."""
         self._under_way: set[int] = set()
         self._pause_s = FIRST_S
         self._at = 0.0
 
     def failed(self, segment: int, why: str, now: float) -> bool:
-        """It may still be there; True if that is news."""
-        is_new = segment not in self._again
+        """It is still there, as far as is known, or (`why` is "") may be; True if that is there is news."""
+        is_new = bool(why) and not self._again.get(segment)
         self._under_way.discard(segment)
         if not self._again:
             self._pause_s = FIRST_S
         if not self._under_way:
             self._at = now + self._pause_s
-        self._again[segment] = why
+        self._again[segment] = why or self._again.get(segment, "")
         return is_new
 
-    def ended(self, segment: int) -> None:
-        """It is gone."""
+    def ended(self, segment: int) -> bool:
+        """It is gone; True if it was the last that was told of."""
         self._under_way.discard(segment)
-        self._again.pop(segment, None)
+        return bool(self._again.pop(segment, "")) and not self.trouble
 
     def due(self, now: float) -> list[int]:
         """Those to be tried now."""
@@ -56,6 +56,5 @@ class Drops:
     @property
     def trouble(self) -> str:
         """What is to be told; "" where all are gone."""
-        if not self._again:
-            return ""
-        return f"{len(self._again)} segment files cannot be removed: {next(reversed(self._again.values()))}"
+        told = [why for why in self._again.values() if why]
+        return f"{len(told)} segment files cannot be removed: {told[-1]}" if told else ""

@@ -27,8 +27,9 @@ from kvstore.errors import StartupError
 from kvstore.logs import logger
 from kvstore.moving.lone_thread import LoneThread
 from kvstore.moving.records import Records
-from kvstore.tiers.ssd.catalogue import Catalogue, CatalogueError, Unreadable
+from kvstore.tiers.ssd.catalogue import Catalogue
 from kvstore.tiers.ssd.directory import DirectoryHeld, SsdDirectory
+from kvstore.tiers.ssd.faults import CatalogueError, Unreadable, with_next_step
 from kvstore.tiers.ssd.jobs import Outcome, ReadDone, Wrote
 from kvstore.tiers.ssd.mounts import Home
 from kvstore.tiers.ssd.tier import SsdTier
@@ -99,6 +100,9 @@ class Life:
         self._task: asyncio.Task[None] | None = None
         self._gone: tuple[Opened, str] | None = None
         """A directory that is lost and not closed yet, and why it is to be set aside ("": it is not)."""
+        self._at_stake: tuple[int, str] | None = None
+        """How many blocks only the directory that was given up had, until it is known whether they are lost; and why
+        it was."""
         self._pause_s = 0.0
         self._open_at = float("inf")
         self._calling: float | None = None
@@ -176,7 +180,7 @@ class Life:
                 pause_s = self._pause(0.0)
             except (CatalogueError, Unreadable, DirectoryHeld, StartupError, OSError) as e:
                 pause_s = OPEN_AGAIN_S
-                self._out_of_use(f"{self.path} cannot be opened: {e}")
+                self._out_of_use(f"{self.path} cannot be opened: {with_next_step(e, self.path)}")
             except Exception as e:
                 log.exception("the SSD tier failed")
                 pause_s = self._pause(OPEN_AGAIN_S)
@@ -206,7 +210,7 @@ class Life:
             await self._give_up(opened, str(e), "")
         except Exception as e:
             # Nothing of it is to be promised while it waits for the next attempt.
-            self._out_of_use(f"{self.path} cannot be read: {e}")
+            self._out_of_use(f"{self.path} cannot be read: {with_next_step(e, self.path)}")
             await self._take_out()
             raise
 
@@ -230,9 +234,17 @@ class Life:
         opened.tier = SsdTier(directory.extents, directory.catalogue, partial(self._reported_in_thread, opened))
         if self.direct_refused:
             log.warning("the SSD tier goes through the page cache", reason=self.direct_refused)
-        for aside in directory.set_aside_now:
-            log.error("what cannot be read was set aside", path=str(aside.path), reason=aside.reason)
-        directory.set_aside_now.clear()
+        self._say_set_aside(directory)
+        self._at_stake = None  # else it is all there again, to be read
+        if (other := directory.other_layout) is not None:
+            log.warning(
+                "ssd.layout has changed: what the other layout had on the SSD is lost and removed",
+                before=other.name,
+                now=directory.layout,
+                files=other.files,
+                size_bytes=other.size_bytes,
+            )
+            directory.other_layout = None
         if directory.leftovers:
             log.warning("files that nothing in the catalogue speaks of were removed", files=len(directory.leftovers))
         for segment, why in directory.damaged.items():
@@ -273,12 +285,29 @@ class Life:
             opened.lost.exception()  # whoever waits for it comes later, or never
 
     async def _give_up(self, opened: Opened, why: str, set_aside: str) -> None:
-        """A directory is lost: what was on it only is, and it is closed before the next is opened."""
+        """A directory is lost, and is closed before the next is opened.
+
+        What was on it only is lost with it: at once if it was replaced, else when it has been set aside.
+        """
         self._out_of_use(why)
         self._gone = (opened, set_aside)
-        lost = await self._take_out(opened)
-        self._movement.link.counts.lost += lost
-        log.error("what was on the SSD only is lost", blocks=lost, reason=why)
+        self._at_stake = (await self._take_out(opened), why)
+        if not set_aside:
+            self._say_lost()
+
+    def _say_set_aside(self, directory: SsdDirectory) -> None:
+        for aside in directory.set_aside_now:
+            log.error("what cannot be read was set aside", path=str(aside.path), reason=aside.reason)
+        if directory.set_aside_now:
+            self._say_lost()
+        directory.set_aside_now.clear()
+
+    def _say_lost(self) -> None:
+        """Once: what the directory had that was given up is out of reach."""
+        if self._at_stake is not None:
+            (lost, why), self._at_stake = self._at_stake, None
+            self._movement.link.counts.lost += lost
+            log.error("what was on the SSD only is lost", blocks=lost, reason=why)
 
     async def _take_out(self, gone: Opened | None = None) -> int:
         """Forgets what was put back, which is read again, or lost with the directory `gone`; how many blocks.
@@ -311,6 +340,7 @@ class Life:
         await self.call(partial(_close, directory.catalogue))
         if set_aside and not await self.call(directory.is_in_place):
             set_aside = ""  # what is at the path is something else, to be opened like any other
+            self._say_lost()
         self._gone = None
         try:
             if set_aside:
@@ -320,6 +350,7 @@ class Life:
             await self.call(directory.close)
         except (CatalogueError, Unreadable, OSError) as e:
             if set_aside:
+                self._say_set_aside(directory)
                 await self.call(directory.close)
                 raise
             log.warning("the SSD's directory was not closed well", reason=str(e))

@@ -148,7 +148,11 @@ class Mover:
                 case Made():
                     movement.made(outcome.segment, outcome.error)
                     if outcome.error:
-                        self._drop_again(outcome.segment, outcome.error)  # its row may be there, or its file
+                        # Its row may be there, or its file: nobody knows before removing it has been tried.
+                        self.drops.failed(outcome.segment, "", time.monotonic())
+                    elif self._said_no_file:  # not when another attempt is due: it may end like the one before
+                        self._said_no_file = ""
+                        log.info("the SSD tier can grow again")
                 case Dropped():
                     self._dropped(outcome)
                 case Described() | Touched():
@@ -168,12 +172,12 @@ class Mover:
     def _dropped(self, outcome: Dropped) -> None:
         if outcome.error:
             self._drop_again(outcome.segment, outcome.error)
-        else:
-            self.drops.ended(outcome.segment)
+        elif self.drops.ended(outcome.segment):
+            log.info("all segment files that could not be removed are gone")
 
     def _drop_again(self, segment: int, why: str) -> None:
         if self.drops.failed(segment, why, time.monotonic()):
-            log.warning("a segment file is to be removed and may still be there", segment=segment, reason=why)
+            log.warning("a segment file cannot be removed", segment=segment, reason=why)
 
     def _changed(self) -> None:
         """What can be done has changed, or slots are free again."""
@@ -238,7 +242,7 @@ class Mover:
     def _say_trouble(self) -> None:
         if self.link.no_file and not self._said_no_file:
             log.warning("the SSD tier cannot grow", reason=self.link.no_file)
-        self._said_no_file = self.link.no_file
+            self._said_no_file = self.link.no_file
         trouble = self.link.trouble
         if trouble == self._said:
             return

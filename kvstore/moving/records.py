@@ -18,8 +18,8 @@ from kvstore.logs import logger
 from kvstore.moving.jobs import OF_NOBODY, Jobs
 from kvstore.moving.numbers import NamespaceNumbers
 from kvstore.moving.removals import Removals, Struck
-from kvstore.tiers.ssd.catalogue import CatalogueError
 from kvstore.tiers.ssd.directory import SsdDirectory
+from kvstore.tiers.ssd.faults import CatalogueError
 from kvstore.tiers.ssd.format import NamespaceRow, Record, SegmentRow, namespace_key, record_key
 from kvstore.tiers.ssd.jobs import Drop, Forget, Forgotten, Vacate, Vacated
 from kvstore.tiers.ssd.payload import Place

@@ -18,7 +18,7 @@ from kvstore.core.movement import Movement
 from kvstore.core.moves import Name
 from kvstore.logs import logger
 from kvstore.moving.lone_thread import LoneThread
-from kvstore.tiers.removal_file import ENTRY_KEYS_MAX, FILE_BYTES_MAX, Entry, RemovalFile, pack
+from kvstore.tiers.removal_file import ANYWHERE, ENTRY_KEYS_MAX, EVERYBODY, FILE_BYTES_MAX, Entry, RemovalFile, pack
 
 log = logger("kvstored.removals")
 
@@ -58,19 +58,23 @@ class Struck:
             known = self._keys.setdefault(space, {})
             for key in entry.keys:
                 known[key] = max(last, known.get(key, 0))
-        self._spaces: dict[int, tuple[str, bytes]] = {}
+        self._spaces: dict[int, list[tuple[str, bytes]]] = {}
         self.last = max((entry.upto for entry in entries), default=0)
         """Records of later blocks have higher numbers than this, though those that had it may be deleted."""
 
     def of(self, spaces: dict[int, tuple[str, bytes]]) -> "Struck":
         """In a catalogue that has these numbers for tenants and digests."""
-        self._spaces = {number: space for number, space in spaces.items() if space in self._keys}
+        for number, (tenant, digest) in spaces.items():
+            of = [(tenant, digest), (tenant, ANYWHERE), (EVERYBODY, ANYWHERE)]
+            self._spaces[number] = [space for space in of if space in self._keys]
         return self
 
     def has(self, number: int, key: bytes, sequence: int) -> bool:
         """Whether that record, of the namespace of that number, is of a block that was removed since."""
-        space = self._spaces.get(number)
-        return space is not None and sequence <= max(self._whole.get(space, 0), self._keys[space].get(key, 0))
+        return any(
+            sequence <= max(self._whole.get(space, 0), self._keys[space].get(key, 0))
+            for space in self._spaces.get(number, ())
+        )
 
 
 class Removals:
@@ -128,6 +132,10 @@ class Removals:
             return f"{self._path} cannot be written: {e.strerror or e}"
         self._failing = False
         return ""
+
+    async def note_everywhere(self, tenant: str, keys: Sequence[bytes] | None) -> str:
+        """The same of all namespaces of a tenant ("": of everybody), for whichever records there are."""
+        return await self.note(tenant or EVERYBODY, ANYWHERE, keys, 0)
 
     # -- what the SSD's records are compared with
 

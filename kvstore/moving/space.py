@@ -21,8 +21,8 @@ from kvstore.core.schedule import Kind
 from kvstore.logs import logger
 from kvstore.moving.lone_thread import LoneThread
 from kvstore.tiers.ssd.budget import FIXED_BYTES, budget_of
-from kvstore.tiers.ssd.catalogue import CatalogueError, Unreadable
 from kvstore.tiers.ssd.directory import Sizes, SsdDirectory
+from kvstore.tiers.ssd.faults import CatalogueError, Unreadable
 from kvstore.tiers.ssd.format import EXTENTS
 
 log = logger("kvstored.ssd")

@@ -145,6 +145,7 @@ class Upkeep:
         until, movement = time.monotonic() + FLUSH_S, self.mover.movement
         self._left = self._blocks_in_memory()
         await self._opened(until)
+        movement.writes.last_dropped = ""
         blocks: list[Block] = []
         at: int | None = 0
         while at is not None:
@@ -155,7 +156,7 @@ class Upkeep:
             self._left = await self._write(blocks, len(blocks), until, self._say_left)
         if not movement.ready:
             return movement.trouble or "its records are being read"
-        return movement.trouble if self._left else ""
+        return movement.trouble or movement.writes.last_dropped if self._left else ""
 
     def _blocks_in_memory(self) -> int:
         return sum(pool.blocks for pool in self.mover.link.memory.segments.filled())

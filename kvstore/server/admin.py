@@ -40,6 +40,7 @@ COUNT_ROWS = 1 << 16
 PREFIX_ROWS = 1 << 14
 """Rows in a step that looks for keys by their beginning: 1 ms."""
 
+NOTHING = "nothing to evict: name keys, a namespace, bytes above 0, or all"
 CANDIDATES_NAMED = 10
 SLOTS_SHOWN = 256
 
@@ -281,18 +282,23 @@ async def evict(node: Node, request: pb.EvictRequest, who: Who) -> pb.EvictReply
     done, what = Reclaimed(), request.WhichOneof("what")
     outcome, tiers = "stopped", _evict_from(node, request)
     from_disk = None if isinstance(tiers, reclaim.InMemory) else Removed(None, None)
+    unknown = _not_known(node) if from_disk is not None else ""
     try:
+        if unknown:
+            from_disk = _remove_unknown(node, request)
         if what == "keys":
             tenant, keys = _tenant(node, request.tenant), list(checked_keys(request.keys.keys))
-            from_disk = from_disk and Removed(_spaces_of(node, tenant, keys), keys)
+            if not unknown:
+                from_disk = from_disk and Removed(_spaces_of(node, tenant, keys), keys)
             await _evict_keys(tiers, tenant, keys, done)
         elif what == "namespace":
             namespace = _whole_namespace(node, request)
-            from_disk = from_disk and Removed([namespace.id], None)
+            if not unknown:
+                from_disk = from_disk and Removed([namespace.id], None)
             await _evict_rows(tiers.rows_steps(None, namespace), done)
         elif request.size_bytes or request.all:
             tenant = _tenant(node, request.tenant) if request.tenant else None
-            if tenant is not None:
+            if tenant is not None and not unknown:
                 from_disk = from_disk and Removed([space.id for space in tenant.namespaces.values()], None)
             if request.tenant and tenant is None:
                 pass  # nobody has ever used it, so there is nothing
@@ -302,7 +308,7 @@ async def evict(node: Node, request: pb.EvictRequest, who: Who) -> pb.EvictReply
                 while tiers.bytes_step(tenant, request.size_bytes, STEP_ROWS, done):
                     await asyncio.sleep(0)
         else:
-            raise InvalidArgument("nothing to evict: name keys, a namespace, bytes above 0, or all")
+            raise InvalidArgument(NOTHING)
         outcome = "done"
     except KVStoreError:
         outcome = "nothing"  # the request was wrong: its caller is told so, and nothing has changed
@@ -312,7 +318,33 @@ async def evict(node: Node, request: pb.EvictRequest, who: Who) -> pb.EvictReply
             _log_evicted(request, outcome, tiers.sums(done), who)
         node.jobs_ready()
     removed = removing.begin(node, from_disk, removing.CLEARED_S) if from_disk is not None else None
-    return pb.EvictReply(**vars(tiers.sums(done)), not_on_disk_yet=await removed.decided() if removed else "")
+    not_yet = await removed.decided() if removed else ""
+    return pb.EvictReply(**vars(tiers.sums(done)), not_on_disk_yet=not_yet, ssd_not_known=unknown)
+
+
+def _not_known(node: Node) -> str:
+    """Why it is not known what the SSD has; "" where it is."""
+    moving = node.moving
+    return "" if moving is None or moving.ready else moving.trouble or "its records are being read"
+
+
+def _remove_unknown(node: Node, request: pb.EvictRequest) -> Removed:
+    """What is to go everywhere while it is not known what the SSD has: struck out before its records are met."""
+    assert node.moving is not None, "there is no SSD"
+    removals, what = node.moving.link.removals, request.WhichOneof("what")
+    if what == "namespace":
+        namespace = _whole_namespace(node, request)
+        removals.clear(namespace)
+        return Removed([namespace.id], None, whole=namespace)
+    if what == "all" and request.all and not request.tenant:
+        removals.everywhere(None, None)
+        return Removed(None, None, everywhere="")
+    name = checked_tenant(request.tenant)
+    keys = list(checked_keys(request.keys.keys)) if what == "keys" else None
+    if keys is None and not request.all:
+        raise InvalidArgument(NOTHING)
+    removals.everywhere(node.store.tenant(name), keys)  # what the SSD has of it may be all that there is
+    return Removed(None, keys, everywhere=name)
 
 
 def _spaces_of(node: Node, tenant: Tenant | None, keys: Sequence[bytes]) -> set[int]:
@@ -342,7 +374,7 @@ async def _evict_rows(walks: Sequence[reclaim.Step], done: Reclaimed) -> None:
 
 
 def _evict_from(node: Node, request: pb.EvictRequest) -> reclaim.Tiers:
-    """Where. What is to go everywhere cannot, while it is not known what the SSD has."""
+    """Where. What is to go from the SSD alone cannot, while it is not known what it has."""
     moving, tier, what = node.moving, request.tier, request.WhichOneof("what")
     if tier not in (pb.TIER_NONE, pb.TIER_HOST, pb.TIER_SSD):
         raise InvalidArgument(f"tier {tier}: this daemon evicts from the host tier, from the SSD, or from both")
@@ -350,10 +382,10 @@ def _evict_from(node: Node, request: pb.EvictRequest) -> reclaim.Tiers:
         raise FailedPrecondition(NO_SSD)
     if moving is None or tier == pb.TIER_HOST or (tier == pb.TIER_NONE and what == "size_bytes"):
         return reclaim.InMemory(node.store)
-    if not moving.ready:
+    if tier == pb.TIER_SSD and not moving.ready:
         raise FailedPrecondition(
             f"what the SSD has is not known yet ({moving.trouble or 'its records are being read'}): ask again when "
-            "`kvstore-cli stats` says that it is open, or evict from the host tier alone"
+            "`kvstore-cli stats` says that it is open, or evict from both tiers: that is written down for it"
         )
     return reclaim.OnSsd(moving.link) if tier == pb.TIER_SSD else reclaim.Both(moving.link)
 

@@ -71,6 +71,7 @@ class RemovalsPort(Protocol):
 
     def last_record(self) -> int: ...
     async def note(self, tenant: str, digest: bytes, keys: Sequence[bytes] | None, upto: int) -> str: ...
+    async def note_everywhere(self, tenant: str, keys: Sequence[bytes] | None) -> str: ...
     async def note_all(self, names: Sequence[Name]) -> str: ...
 
 
@@ -306,7 +307,14 @@ def present(node: Node, namespace: Namespace, keys: Sequence[bytes]) -> list[boo
 
 def match(node: Node, tenant: Tenant, request: pb.MatchRequest) -> pb.MatchReply:
     namespace = node.store.namespace(tenant, request.namespace_id)
+    if request.tier == pb.TIER_SSD:
+        there = node.moving.run_on_disk(namespace, checked_keys(request.keys)) if node.moving is not None else 0
+        return pb.MatchReply(blocks=there, tiers=[pb.TIER_SSD] * there)
+    if request.tier != pb.TIER_NONE:
+        raise InvalidArgument(f"tier {request.tier}: blocks are looked for on the SSD, or (TIER_NONE) anywhere")
     run = present(node, namespace, checked_keys(request.keys))
+    if node.moving is not None and node.moving.trouble and not all(run):
+        run = run[: run.index(False)]  # the rest is there, and cannot be read
     tiers = [pb.TIER_HOST if in_memory else pb.TIER_SSD for in_memory in run]
     return pb.MatchReply(blocks=len(run), tiers=tiers)
 

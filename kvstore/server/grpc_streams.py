@@ -19,6 +19,7 @@ import xxhash
 from google.protobuf.message import DecodeError
 
 from kvstore.core import refusals
+from kvstore.core.durable import LEFT_AGAIN
 from kvstore.core.holds import Namespace, Session
 from kvstore.core.writeback import HELD_SHARE
 from kvstore.server import calls, loads
@@ -127,6 +128,7 @@ class PutStream:
             await self._receive_header()
             await self._receive_blocks()
             await self._saved()
+            self._still_saved()
             return pb.PutReply(results=self._results, not_durable=self._not_durable)  # type: ignore[arg-type]
         finally:
             if self._saving is not None:
@@ -212,6 +214,16 @@ class PutStream:
             saving.cancel()
             self._stall.alive()
         self._not_durable = self._not_durable or saving.why
+
+    def _still_saved(self) -> None:
+        """Its last portion may have taken the place of its first."""
+        moving = self._node.moving
+        if not self._header.durable or self._not_durable or moving is None:
+            return
+        results = zip(self._header.keys, self._results, strict=True)
+        keys = [key for key, result in results if result != pb.REJECTED]
+        if moving.run_on_disk(self._namespace, keys) < len(keys):
+            self._not_durable = LEFT_AGAIN
 
     async def _receive_header(self) -> None:
         first = await self._next()

@@ -46,6 +46,8 @@ class Removed:
     whole: Namespace | None = None
     """A namespace that was cleared: all that was stored there before `upto`, where that is known."""
     upto: int = 0
+    everywhere: str | None = None
+    """A tenant in whose namespaces all of it is removed, also in those that are not known yet; "": of everybody."""
 
 
 class Removing(Kept):
@@ -125,6 +127,8 @@ class Removing(Kept):
         assert node.removals is not None, "there is no SSD"
         if removed.whole is not None:
             return await node.removals.note(removed.whole.tenant.name, removed.whole.digest, None, removed.upto)
+        if removed.everywhere is not None:
+            return await node.removals.note_everywhere(removed.everywhere, removed.keys)
         if removed.keys is None or removed.spaces is None:
             return ONLY_MEMORY
         spaces = [node.store.namespaces[number - 1] for number in removed.spaces]

@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from itertools import count
 
 from kvstore.core import loads as core
+from kvstore.core.durable import Durable
 from kvstore.core.holds import Namespace, Session, Tenant
 from kvstore.core.movement import Movement
-from kvstore.core.writeback import Durable
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.errors import FailedPrecondition, ResourceExhausted
 
@@ -201,22 +201,25 @@ class Saving(Kept):
         """Blocks that must be there as well. Before `begin`."""
         self._left += 1
         self.size += len(keys)
-        waiter = self._moving.writes.wait_durable(namespace, keys, self._ended)
-        if waiter.left:
-            self._waiters.append(waiter)
+        self._waiters.append(self._moving.writes.wait_durable(namespace, keys, self._ended))
 
     def begin(self) -> None:
         """No more are added: it ends with the last of them, in DURABLE_S at the latest."""
         if self._left:
             self._timer = asyncio.get_running_loop().call_later(DURABLE_S, self._late)
         else:
-            self._end(core.FAILED if self.why else core.DONE)
+            self._all_ended()
 
     def _ended(self, waiter: Durable) -> None:
         self._left -= 1
         self.why = self.why or waiter.why
         if not self._left and self._timer is not None:
-            self._end(core.FAILED if self.why else core.DONE)
+            self._all_ended()
+
+    def _all_ended(self) -> None:
+        """Each of them was there once. What has left the SSD since is no more durable than what never came."""
+        self.why = self.why or next((waiter.why for waiter in self._waiters if waiter.why), "")
+        self._end(core.FAILED if self.why else core.DONE)
 
     def _late(self) -> None:
         self.why = self.why or f"it was not on the SSD within {DURABLE_S:.0f} s"

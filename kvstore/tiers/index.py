@@ -189,6 +189,7 @@ class TenantIndex:
         """Keys that waited when the move began and have not been tried in the successor yet."""
         self._no_memory = ""
         self.notices = 0
+        self._below_out = False
 
     def publish(self, key: bytes, location: Location) -> None:
         """Readers find `key` there from now on; or, if its probe is full, once the successor is ready."""
@@ -275,6 +276,11 @@ class TenantIndex:
         """Writes the heartbeat."""
         self._table.numbers[shm.AT_HEARTBEAT >> 3] = now_ns
 
+    def set_below(self, out: bool) -> None:
+        """Whether tiers below memory are out of use: readers count what only these have as absent."""
+        self._below_out = out
+        self._table.numbers[shm.AT_BELOW >> 3] = int(out)
+
     def notify(self) -> None:
         """Tells idle clients to ask what is wanted of them."""
         self.notices += 1
@@ -360,6 +366,7 @@ class TenantIndex:
         if new is None:
             return  # there was no memory for a larger successor
         new.numbers[shm.AT_NOTICE >> 3] = self.notices
+        new.numbers[shm.AT_BELOW >> 3] = int(self._below_out)
         new.numbers[shm.AT_HEARTBEAT >> 3] = old.numbers[shm.AT_HEARTBEAT >> 3]
         self._table, self._next = new, None
         self._waiting, self._waiting_next = self._waiting_next, {}
@@ -381,6 +388,7 @@ class Indexes:
         self.epoch = epoch
         self._blocks_expected = blocks_expected
         self._of: dict[int, TenantIndex] = {}
+        self._below_out = False
 
     def of(self, tenant: int) -> TenantIndex:
         """The tenant's index, made at first use."""
@@ -391,6 +399,7 @@ class Indexes:
         """The index of a tenant that has none, large enough for that many blocks."""
         assert tenant not in self._of, f"tenant {tenant} has an index"
         made = self._of[tenant] = TenantIndex(f"kvstored-index-{tenant}", self.epoch, capacity_for(blocks))
+        made.set_below(self._below_out)
         return made
 
     def expect(self, tenant: int, blocks: int) -> None:
@@ -417,6 +426,12 @@ class Indexes:
 
     def flag(self, tenant: int, key: bytes, flags: int) -> None:
         self.of(tenant).flag(key, flags)
+
+    def set_below(self, out: bool) -> None:
+        """Of all tenants, also of those that come later."""
+        self._below_out = out
+        for index in self._of.values():
+            index.set_below(out)
 
     def find(self, tenant: int, key: bytes) -> tuple[int, int, int] | None:
         """Segment, offset and length of a block, as a reader finds them in the shared memory; None is a miss."""

@@ -9,6 +9,9 @@ A removal speaks of records whose sequence is at most `upto`, so that a block th
 afterwards stays. 0: it was not known which records there are; a mark (an entry of no tenant) says
 it afterwards, for all such entries ahead of it. A removal without keys is one of all blocks of its namespace.
 
+Of the digest ANYWHERE it is one of all namespaces of its tenant, and of the tenant EVERYBODY of all tenants': what is
+to go everywhere may be in a namespace that nobody can name before the records have been read.
+
 An entry is there whole or not at all: what is behind the last whole one was never acknowledged.
 """
 
@@ -24,6 +27,8 @@ from kvstored.v1 import KEY_BYTES
 FRAME = struct.Struct("<II")
 HEAD = struct.Struct("<QB64s32sI")
 """Up to which record, length of the tenant's name, name, digest, number of keys."""
+
+ANYWHERE, EVERYBODY = bytes(KEY_BYTES), "*"
 
 ENTRY_KEYS_MAX = 1 << 16
 FILE_BYTES_MAX = 8 << 20

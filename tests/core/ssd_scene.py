@@ -57,6 +57,9 @@ class Index:
         assert (tenant, key) in self.seen, "moved and never published"
         self.seen[tenant, key] = (ref, offset, length, namespace, flags)
 
+    def set_below(self, out: bool) -> None:
+        self.below_out = out
+
     def flag(self, tenant: int, key: bytes, flags: int) -> None:
         *place, _ = self.seen[tenant, key]
         self.seen[tenant, key] = (place[0], place[1], place[2], place[3], flags)

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from kvstore.core import link
 from kvstore.core.block import PINNED
+from kvstore.core.durable import Durable
 from kvstore.core.moves import WriteBlock
-from kvstore.core.writeback import Durable
 from kvstored.v1.shm import HOST, SSD
 from tests.core.scene import chain
 from tests.core.ssd_scene import PAGE, Node
@@ -36,7 +36,7 @@ def test_what_is_removed_before_its_record_was_met_does_not_come_back() -> None:
     assert node.moving.remove_from_disk(node.ns, keys[2:]) == 0  # nobody knows them yet
     node.restore()
     assert [node.tiers(key) for key in keys] == [SSD, SSD, 0, 0]
-    assert (node.ns.id, keys[3]) in node.moving.link.removals, "until all is known: records may be read once more"
+    assert node.moving.link.removals.has(node.ns, keys[3]), "until all is known: records may be read once more"
     node.check()
     # What comes later under the same keys is not touched by it.
     node.put(keys)
@@ -60,13 +60,29 @@ def test_more_removals_than_are_remembered_clear_their_namespaces() -> None:
     removals, node = link.Removals(), Node()
     other = node.namespace("other", PAGE)
     removals.remove(node.ns, chain("a", link.REMOVALS_MAX))
-    assert (other.id, chain("a", 1)[0]) not in removals
-    assert (node.ns.id, chain("b", 1)[0]) not in removals
+    assert not removals.has(other, chain("a", 1)[0])
+    assert not removals.has(node.ns, chain("b", 1)[0])
     removals.remove(node.ns, chain("c", 1))
-    assert (node.ns.id, chain("b", 1)[0]) in removals, "one too many: all of that namespace is as removed"
-    assert (other.id, chain("a", 1)[0]) not in removals
+    assert removals.has(node.ns, chain("b", 1)[0]), "one too many: all of that namespace is as removed"
+    assert not removals.has(other, chain("a", 1)[0])
     removals.forget()
-    assert (node.ns.id, chain("a", 1)[0]) not in removals
+    assert not removals.has(node.ns, chain("a", 1)[0])
+
+
+def test_what_goes_everywhere_goes_in_namespaces_that_come_later_too() -> None:
+    removals, node, (a, b) = link.Removals(), Node(), chain("a", 2)
+    removals.everywhere(node.ns.tenant, [a])
+    later = node.namespace("later", PAGE)
+    stranger = node.memory.open_namespace(node.memory.tenant("stranger"), chain("s", 1)[0], PAGE, "")
+    assert [removals.has(space, key) for space in (later, stranger) for key in (a, b)] == [True, False, False, False]
+    removals.everywhere(node.ns.tenant, chain("c", link.REMOVALS_MAX))
+    assert removals.has(later, b), "one too many: all of that tenant is as removed"
+    assert not removals.has(stranger, a)
+    removals.everywhere(None, None)
+    assert removals.has(stranger, a)
+    removals.forget()
+    assert not removals.has(stranger, a)
+    assert not removals.has(later, a)
 
 
 def test_a_block_removed_from_both_tiers_counts_once_however_often_it_is_named() -> None:

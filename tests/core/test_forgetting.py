@@ -3,10 +3,10 @@
 import pytest
 
 from kvstore.core import forgetting
+from kvstore.core.durable import Durable
 from kvstore.core.forgetting import Deletion
 from kvstore.core.moves import ForgetRecords, Move, WriteBlock
 from kvstore.core.segments import MakeSegment
-from kvstore.core.writeback import Durable
 from kvstored.v1.shm import HOST, SSD
 from tests.core.scene import chain
 from tests.core.ssd_scene import Node

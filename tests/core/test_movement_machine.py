@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvstore.core.block import NONE
+from kvstore.core.durable import Durable
 from kvstore.core.forgetting import Deletion
 from kvstore.core.holds import Namespace
 from kvstore.core.loads import Ticket
@@ -15,7 +16,6 @@ from kvstore.core.moves import ForgetRecords, VacateSlots, VerifyBlock, WriteBlo
 from kvstore.core.reclaim import Both, Reclaimed
 from kvstore.core.schedule import Kind
 from kvstore.core.verify import Sweep, blocks_step
-from kvstore.core.writeback import Durable
 from kvstored.v1.errors import ResourceExhausted
 from kvstored.v1.shm import SSD
 from tests.core.scene import chain

@@ -63,6 +63,7 @@ def said(blocks: int, held: int = 0, absent: int = 0, pinned: int = 0, leased: i
         "ssd_blocks": 0,
         "ssd_bytes": 0,
         "not_on_disk_yet": "",
+        "ssd_not_known": "",
     }
 
 

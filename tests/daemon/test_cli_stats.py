@@ -102,6 +102,7 @@ def test_figures_are_for_people() -> None:
     assert found["size"] == "1.0 GiB"
     assert found["used"] == "256 MiB (25.0 %)"
     assert found["segments"] == "64 of 16.0 MiB"
+    assert "bytes of blocks" in found
     assert found["own memory"] == "85.0 MiB"
     assert found["stored"] == "1,234,567"
     assert found["hit bytes"] == "3.0 GiB"

@@ -46,6 +46,9 @@ def test_a_killed_daemon_finds_its_blocks_and_one_of_another_layout_a_clean_star
     with running(**settings(path, other)) as daemon, Client(daemon.endpoint) as client:
         ssd = ssd_of(client, daemon)
         assert (ssd["layout"], ssd["blocks"], ssd["aside"]) == (other, 0, 0)
+        (told,) = [line for line in daemon.output().splitlines() if "ssd.layout has changed" in line]
+        assert f"before={layout} now={other} files=" in told
+        assert "speaks of" not in daemon.output(), "said twice"
         ns = client.raw_namespace("layouts", BLOCK)
         assert ns.match(keys).blocks == 0
         assert ns.put(keys[:1], contents[:1], durable=True).error is None

@@ -125,12 +125,13 @@ def test_a_directory_that_another_daemon_has_is_named_and_taken_over_when_it_is_
                 assert str(first.pid) in done.stderr
                 assert "waiting" not in done.stderr
                 assert time.monotonic() - began < 5, f"{command} waits for an SSD that is out of use"
-            refused = within("evict", "--namespace", ns.digest.hex(), "--yes", "--endpoint", second.endpoint)
+            named = ("evict", "--namespace", ns.digest.hex(), "--yes", "--endpoint", second.endpoint)
+            refused = within(*named, "--tier", "ssd")
             assert "what the SSD has is not known yet" in refused.stderr
-            done = within(
-                "evict", "--namespace", ns.digest.hex(), "--yes", "--tier", "host", "--endpoint", second.endpoint
-            )
+            done = within(*named)
             assert "3 blocks dropped" in done.stdout
+            assert "what the SSD has is not known yet" in done.stdout
+            assert "written down" in done.stdout
         assert "degraded" in within("stats", "--endpoint", second.endpoint).stdout
         assert first.stop() == 0
         opened(second)

@@ -34,11 +34,12 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files
 
 
 def start(directory: Path, server: dict[str, str], *, size: str = "16MiB") -> "subprocess.CompletedProcess[str]":
-    """A daemon that must not start; `server`: settings of that section."""
+    """A daemon that must not start; `server`: settings of that section, or of another that they name."""
     settings = {"socket": f"{directory}/kv.sock", "state_dir": f"{directory}/state", **server}
     command = [str(KVSTORED), "--set", f"host.size={size}"]
     for key, value in settings.items():
-        command += ["--set", f"server.{key.removeprefix('server__')}={value}"]
+        name = key.replace("__", ".") if "__" in key else f"server.{key}"
+        command += ["--set", f"{name}={value}"]
     return subprocess.run(command, capture_output=True, text=True, timeout=ENDS_WITHIN_S, check=False)
 
 
@@ -87,6 +88,11 @@ def taken_path(directory: Path, _: Ports) -> dict[str, str]:
     return {}
 
 
+def no_directory(directory: Path, _: Ports) -> dict[str, str]:
+    (directory / "file").write_text("mine")
+    return {"ssd__path": f"{directory}/file"}
+
+
 MENDED, PASSES = 2, 1
 
 KINDS: dict[str, tuple[int, Callable[[Path, Ports], dict[str, str]], str]] = {
@@ -112,6 +118,12 @@ KINDS: dict[str, tuple[int, Callable[[Path, Ports], dict[str, str]], str]] = {
         MENDED,
         lambda _, ports: {"grpc": f"localhost:{ports[1]}", "http": f"127.0.0.1:{ports[1]}"},
         r"server.http: 127.0.0.1:\d+ is an address of server.grpc as well",
+    ),
+    "a file as the SSD's directory": (MENDED, no_directory, "ssd.path = .*/file is not a directory: move that away"),
+    "a file on the way to the SSD's directory": (
+        MENDED,
+        lambda directory, ports: {"ssd__path": no_directory(directory, ports)["ssd__path"] + "/ssd"},
+        "ssd.path = .* is below .*/file, which is not a directory",
     ),
     "something else at the socket's path": (PASSES, taken_path, "exists and is not a socket"),
 }

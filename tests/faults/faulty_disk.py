@@ -34,7 +34,7 @@ from kvstore.cli.daemon import main
 from kvstore.core import movement
 from kvstore.moving import drops, life, mover, removals
 from kvstore.server import removing
-from kvstore.tiers.ssd import catalogue
+from kvstore.tiers.ssd import catalogue, faults
 from kvstore.tiers.ssd.directory import SsdDirectory
 from kvstore.tiers.ssd.files import FileLayer
 from tests.conftest import RunningDaemon
@@ -174,10 +174,10 @@ def few_records(rules: Rules, read: Any) -> Any:
         calls += 1
         if calls > 1 and rules.of("records").get("errno"):
             calls = 0
-            raise catalogue.CatalogueError("of a test's")
+            raise faults.CatalogueError("of a test's")
         if calls > 1 and rules.of("records").get("corrupt"):
             calls = 0
-            raise catalogue.Unreadable("Corruption: of a test's")
+            raise faults.Unreadable("Corruption: of a test's")
         return read(db, start=start, batch=RECORDS)
 
     return next_records
@@ -188,7 +188,7 @@ def corrupt_commits(rules: Rules, write: Any) -> Any:
 
     def write_batch(self: catalogue.Catalogue, batch: Any) -> None:
         if rules.once("commits", "corrupt"):
-            raise catalogue.Unreadable("Corruption: of a test's")
+            raise faults.Unreadable("Corruption: of a test's")
         write(self, batch)
 
     return write_batch

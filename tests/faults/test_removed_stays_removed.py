@@ -218,15 +218,49 @@ def test_a_removal_while_the_ssd_is_out_of_use_outlives_the_daemon(daemon: Fault
 def test_a_removal_before_the_records_are_known_outlives_the_daemon(daemon: FaultyDaemon) -> None:
     """While the directory is being opened, and while its records are being read: two lives, each killed."""
     lives: dict[str, dict[str, Any]] = {"opening": NEVER_OPENS, "restoring": HALF_READ}
-    names = {(life, way): f"{life} {way.__name__}" for life in lives for way in CLIENTS}
+    names = {(life, way): f"{life} {way.__name__}" for life in lives for way in ALL}
     blocks = {name: stored(daemon, name) for name in names.values()}
     for life, disk in lives.items():
         daemon.kill()
         daemon.disk(**disk)
         daemon.restart()
-        for way in CLIENTS:
+        for way in ALL:
             way(daemon, names[life, way], blocks[names[life, way]])
     kill(daemon)
+    assert found(daemon, blocks) == dict.fromkeys(blocks, 0)
+
+
+@pytest.mark.parametrize("whose", [(), ("--tenant", "default")])
+def test_all_goes_also_what_nobody_can_name_before_the_records_are_known(
+    daemon: FaultyDaemon, whose: tuple[str, ...]
+) -> None:
+    """No client has opened its namespace in that life, which is killed; what is stored again afterwards stays."""
+    blocks = {name: stored(daemon, name) for name in ("one", "two")}
+    daemon.kill()
+    daemon.disk(**NEVER_OPENS)
+    daemon.restart()
+    done = within("evict", "--all", *whose, "--yes", "--json", "--endpoint", daemon.endpoint)
+    assert done.exit_code == 0, done.output
+    answer = json.loads(done.stdout)
+    assert answer["ssd_not_known"]
+    assert (answer["not_on_disk_yet"], answer["ssd_blocks"]) == ("", 0)
+    kill(daemon)
+    assert found(daemon, blocks) == dict.fromkeys(blocks, 0)
+    assert {name: stored(daemon, name) for name in blocks} == blocks
+    kill(daemon)
+    assert found(daemon, blocks) == dict.fromkeys(blocks, 4)
+
+
+def test_all_goes_in_the_life_in_which_the_records_become_known(daemon: FaultyDaemon) -> None:
+    blocks = {name: stored(daemon, name) for name in ("one", "two")}
+    daemon.kill()
+    daemon.disk(**HALF_READ)
+    daemon.restart()
+    done = within("evict", "--all", "--yes", "--endpoint", daemon.endpoint)
+    assert done.exit_code == 0, done.output
+    assert "not known yet" in done.output
+    assert "written down" in done.output
+    daemon.disk()
     assert found(daemon, blocks) == dict.fromkeys(blocks, 0)
 
 

@@ -67,8 +67,8 @@ def test_the_sdk_offers_every_error() -> None:
 
 def test_the_header_is_numbers_one_after_another_within_its_page() -> None:
     places = [shm.AT_MAGIC, shm.AT_VERSION, shm.AT_EPOCH, shm.AT_GENERATION, shm.AT_HEARTBEAT]
-    places += [shm.AT_CAPACITY, shm.AT_MOVED, shm.AT_NOTICE]
-    assert places == list(range(0, 64, 8))
+    places += [shm.AT_CAPACITY, shm.AT_MOVED, shm.AT_NOTICE, shm.AT_BELOW]
+    assert places == list(range(0, 72, 8))
     assert shm.HEADER_BYTES == 4096
     assert shm.HEADER_BYTES % shm.SLOT_BYTES == 0
     assert shm.MAGIC.to_bytes(8, "little") == b"KVSTIDX1"

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from rocksdict import BottommostLevelCompaction, CompactOptions, Rdict
 
 from kvstore.core.segments import PAGE_BYTES
-from kvstore.tiers.ssd.catalogue import Catalogue, CatalogueError, Unreadable
+from kvstore.tiers.ssd.catalogue import Catalogue
+from kvstore.tiers.ssd.faults import CatalogueError, Unreadable
 from kvstore.tiers.ssd.format import PIECE_BYTES, PLAIN, PLANES, piece_key, segment_of_piece
 from kvstore.tiers.ssd.options import AGE_CUTOFF
 from kvstore.tiers.ssd.payload import Damaged, Place

@@ -13,7 +13,6 @@ Rules:
   (blobs.py), so a record that is there has its payload.
 """
 
-import errno
 import os
 import struct
 import threading
@@ -28,6 +27,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from rocksdict import ColumnFamily, Rdict, WriteBatch, WriteOptions
 
 from kvstore.tiers.ssd.budget import SIZE_BYTES, budget_of
+from kvstore.tiers.ssd.faults import CatalogueError, StalledError, Unreadable, fault, is_gone, is_no_room
 from kvstore.tiers.ssd.files import FileLayer
 from kvstore.tiers.ssd.format import (
     FORMAT_VERSION,
@@ -58,25 +58,10 @@ STALL_STEP_S = 0.005
 REOPEN_WAIT_S = 30.0
 """How long opening again waits for calls that are inside, and calls for opening."""
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 RECORDS_BATCH = 4096
 CURRENT_NAME, LOG_SUFFIX = "CURRENT", ".log"
-STALL_WORDS, CORRUPTION_WORDS, MACHINE_WORDS = "Write stall", "Corruption", "IO error"
-"""How RocksDB names these: db/db_impl/db_impl_write.cc, util/status.cc."""
 
 _T = TypeVar("_T")
-
-
-class Unreadable(Exception):
-    """What is on the disk is not a catalogue that we can read: set it aside. `str()` is the reason."""
-
-
-class CatalogueError(Exception):
-    """A call on the catalogue did not succeed, and might another time. `str()` is the reason."""
-
-
-class _Stalled(CatalogueError):
-    """RocksDB would have to wait."""
 
 
 class Use(NamedTuple):
@@ -141,7 +126,7 @@ class Catalogue:
         """
         self._budget = budget_of(size_bytes)
         self._make_way = make_way
-        self._path = path
+        self.path = path
         self._with_payload = payload
         self._layer = layer
         self._gate = _Gate()
@@ -171,40 +156,41 @@ class Catalogue:
             self._open_once()
 
     def _open_once(self) -> None:
-        names = self._layer.names(self._path)
+        names = self._layer.names(self.path)
         if not names:
             # With the mode that we want; RocksDB would make it by the umask.
-            if not self._path.is_dir():
-                self._layer.make_directory(self._path)
+            if not self.path.is_dir():
+                self._layer.make_directory(self.path)
         elif CURRENT_NAME not in names:
             # RocksDB would begin a new one here, and delete the files of the old one.
-            raise Unreadable(f"{self._path} has no file {CURRENT_NAME}")
+            raise Unreadable(f"{self.path} has no file {CURRENT_NAME}")
+        self._meet_hang()
         try:
             if self._with_payload:
                 families = {PAYLOAD_FAMILY: payload_options(self._budget)}
-                self._db = Rdict(str(self._path), options(self._budget, payload=True), families)
+                self._db = Rdict(str(self.path), options(self._budget, payload=True), families)
                 self._payload = self._db.get_column_family(PAYLOAD_FAMILY)
                 self._payload_handle = self._db.get_column_family_handle(PAYLOAD_FAMILY)
             else:
-                self._db = Rdict(str(self._path), options(self._budget))
+                self._db = Rdict(str(self.path), options(self._budget))
         except Exception as e:
-            raise _fault(e, opening=True) from e
+            raise fault(e, opening=True) from e
 
     def _check_version(self) -> None:
         own = PACKED_VERSION if self._with_payload else FORMAT_VERSION
         version = self._call(lambda db: db.get(VERSION_KEY))
         if version is None:
             if self._call(lambda db: next(iter(db.keys()), None)) is not None:
-                raise Unreadable(f"{self._path} has rows and no format version")
+                raise Unreadable(f"{self.path} has rows and no format version")
             self.write({VERSION_KEY: pack_version(own)})
             self.is_new = True
             return
         try:
             found = unpack_version(version)
         except struct.error as e:
-            raise Unreadable(f"{self._path} has {version!r} as its format version") from e
+            raise Unreadable(f"{self.path} has {version!r} as its format version") from e
         if found not in READABLE_VERSIONS:
-            raise Unreadable(f"{self._path} has format version {found}; this release reads {READABLE_VERSIONS}")
+            raise Unreadable(f"{self.path} has format version {found}; this release reads {READABLE_VERSIONS}")
         if found < own:
             self.write({VERSION_KEY: pack_version(own)})
 
@@ -279,7 +265,7 @@ class Catalogue:
             return cast("list[bytes | None]", self._call(lambda _: self._of_payload().get(asked)))
         except CatalogueError as e:
             # RocksDB opens without a blob file that is gone: to be asked again would not bring it back.
-            if os.strerror(errno.ENOENT) in str(e):
+            if is_gone(str(e)):
                 raise Unreadable(str(e)) from e
             raise
 
@@ -335,12 +321,12 @@ class Catalogue:
 
     def physical_bytes(self) -> int:
         """What it takes on the disk. Raises OSError."""
-        return self._layer.physical_bytes(self._path)
+        return self._layer.physical_bytes(self.path)
 
     def log_bytes(self) -> int:
         """Of that, its log: what is in it takes the disk once more when it is written out. Raises OSError."""
-        logs = (name for name in self._layer.names(self._path) if name.endswith(LOG_SUFFIX))
-        return sum(self._layer.physical_bytes(self._path / name) for name in logs)
+        logs = (name for name in self._layer.names(self.path) if name.endswith(LOG_SUFFIX))
+        return sum(self._layer.physical_bytes(self.path / name) for name in logs)
 
     def close(self) -> None:
         """Writes out what is in memory and closes; may be called twice.
@@ -373,7 +359,7 @@ class Catalogue:
             except Exception as e:  # noqa: BLE001 (raised below)
                 failed = failed or e
         if failed is not None:
-            raise _fault(failed) from failed
+            raise fault(failed) from failed
 
     # -- the binding
 
@@ -386,10 +372,10 @@ class Catalogue:
             raise CatalogueError("the catalogue is closed")
         try:
             return call(self._db)
-        except Unreadable:
+        except (Unreadable, CatalogueError):
             raise
         except Exception as e:
-            raise _fault(e) from e
+            raise fault(e) from e
 
     def _get(self, keys: list[bytes]) -> list[bytes | None]:
         # As a list, for which the binding releases the GIL.
@@ -413,7 +399,7 @@ class Catalogue:
             fill(batch)
             try:
                 self._write_batch(batch)
-            except _Stalled as e:
+            except StalledError as e:
                 if time.monotonic() > until:
                     raise CatalogueError(f"RocksDB does not catch up within {STALL_WAIT_S:.0f} s: {e}") from e
                 time.sleep(STALL_STEP_S)
@@ -421,10 +407,13 @@ class Catalogue:
                 return
 
     def _write_batch(self, batch: WriteBatch) -> None:
-        # A file system that hangs is met here, without the GIL: in RocksDB's write to its log nobody would go on.
-        with suppress(OSError):  # RocksDB says what is wrong
-            os.utime(self._path)
+        self._meet_hang()
         self._inside(lambda db: db.write(batch, self._write_options))
+
+    def _meet_hang(self) -> None:
+        """Waits for a file system that hangs here, without the GIL: inside RocksDB nobody would go on meanwhile."""
+        with suppress(OSError):  # RocksDB says what is wrong
+            os.utime(self.path)
 
 
 def _next_records(db: Rdict, start: bytes, batch: int) -> tuple[list[Record], bytes | None]:
@@ -436,7 +425,7 @@ def _next_records(db: Rdict, start: bytes, batch: int) -> tuple[list[Record], by
     elif len(rows) > batch:
         following = rows.pop()[0]
     else:
-        raise Unreadable(_why_ended(db, rows[-1][0] if rows else start))
+        raise _why_ended(db, rows[-1][0] if rows else start)
     try:
         return [unpack_record(key, value) for key, value in rows], following
     except struct.error as e:
@@ -452,10 +441,10 @@ def _rows(db: Rdict, kind: bytes) -> list[bytes]:
         if at[:1] != kind:
             return values
         values.append(value)
-    raise Unreadable(_why_ended(db, at))
+    raise _why_ended(db, at)
 
 
-def _why_ended(db: Rdict, at: bytes) -> str:
+def _why_ended(db: Rdict, at: bytes) -> Exception:
     """Why an iteration ended before the last key."""
     iterator = db.iter()
     iterator.seek(at)
@@ -464,8 +453,8 @@ def _why_ended(db: Rdict, at: bytes) -> str:
     try:
         iterator.status()
     except Exception as e:  # noqa: BLE001 (what it says is the answer)
-        return str(e)
-    return f"its rows end after {at.hex()}, before the format version"
+        return fault(e, opening=True)
+    return Unreadable(f"its rows end after {at.hex()}, before the format version")
 
 
 def _place(value: bytes) -> tuple[int, int]:
@@ -480,24 +469,3 @@ def _parsed(parse: Callable[[bytes], _T], value: bytes) -> _T:
         return parse(value)
     except (ValueError, KeyError, TypeError) as e:
         raise Unreadable(f"a row that is none: {value[:200]!r}: {e}") from e
-
-
-def is_no_room(error: Exception) -> bool:
-    """Whether the file system had none."""
-    return getattr(error, "errno", 0) in NO_ROOM or any(os.strerror(number) in str(error) for number in NO_ROOM)
-
-
-def _fault(error: Exception, *, opening: bool = False) -> Exception:
-    """What the binding raised, as what it means: it says so in its text only.
-
-    Faults of the machine ("IO error": no space, no permission, a disk that does not answer)
-    pass. A file that is missing, corrupt or not understood stays so.
-    """
-    text = str(error)
-    if STALL_WORDS in text:
-        return _Stalled(text)
-    if text.startswith(CORRUPTION_WORDS):
-        return Unreadable(text)
-    if opening and (not text.startswith(MACHINE_WORDS) or os.strerror(errno.ENOENT) in text):
-        return Unreadable(text)
-    return CatalogueError(text)

@@ -18,9 +18,10 @@ from kvstore.errors import StartupError
 from kvstore.instance import describe_process, private_directory, start_ticks
 from kvstore.tiers.ssd.ballast import Ballast
 from kvstore.tiers.ssd.budget import SIZE_BYTES, budget_of
-from kvstore.tiers.ssd.catalogue import CURRENT_NAME, Catalogue, CatalogueError, Unreadable
+from kvstore.tiers.ssd.catalogue import CURRENT_NAME, Catalogue
 from kvstore.tiers.ssd.emptied import knows_nothing
 from kvstore.tiers.ssd.extents import Extents
+from kvstore.tiers.ssd.faults import CatalogueError, Unreadable, with_next_step
 from kvstore.tiers.ssd.files import DIRECTORY_MODE, FileLayer
 from kvstore.tiers.ssd.format import (
     ASIDE_PREFIX,
@@ -50,6 +51,15 @@ class Aside:
 
     path: Path
     reason: str
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class OtherLayout:
+    """What was removed because `ssd.layout` is another now. `size_bytes` is what it took on the disk."""
+
+    name: str
+    files: int
     size_bytes: int
 
 
@@ -88,7 +98,9 @@ class SsdDirectory:
         self.set_aside_now: list[Aside] = []
         """What could not be read and was set aside since this object was made."""
         self.leftovers: list[str] = []
-        """Files that a crash or another layout left behind, removed now."""
+        """Files that a crash left behind, removed now."""
+        self.other_layout: OtherLayout | None = None
+        """What another layout left behind, removed now."""
         self.damaged: dict[int, str] = {}
         """Segments whose file is missing or too short, and how; their rows are in the catalogue."""
         if not self.path.parent.is_dir():
@@ -195,6 +207,7 @@ class SsdDirectory:
 
     def _open(self) -> None:
         names = self._remove_other_layouts(self._layer.names(self.path))
+        self._remove_empty_asides(names)
         segments = [name for name in names if segment_number(name) is not None]
         if segments and self._catalogue_name not in names:
             raise Unreadable(f"{len(segments)} segment files and no catalogue in {self.path}")
@@ -255,6 +268,7 @@ class SsdDirectory:
         others = [name for name in CATALOGUE_NAMES.values() if name != self._catalogue_name and name in names]
         if others:
             gone = [name for name in names if segment_number(name) is not None]
+            self.other_layout = self._described(others, gone)
             for name in gone:
                 self._layer.unlink(self.path / name)
             self._layer.remove_tree(self.path / REMOVED_NAME)
@@ -263,27 +277,58 @@ class SsdDirectory:
                 self._layer.rename(self.path / name, self.path / REMOVED_NAME)
                 self._layer.sync_directory(self.path)
                 self._layer.remove_tree(self.path / REMOVED_NAME)
-            self.leftovers += [*gone, *others]
         elif REMOVED_NAME in names:
             self._layer.remove_tree(self.path / REMOVED_NAME)
         return self._layer.names(self.path)
 
+    def _described(self, others: list[str], segments: list[str]) -> OtherLayout:
+        """Of the layouts whose catalogues these are."""
+        layouts = [layout for layout, name in CATALOGUE_NAMES.items() if name in others]
+        inside = sum(len(self._layer.names(self.path / name)) for name in others)
+        size_bytes = sum(self._layer.physical_bytes(self.path / name) for name in (*others, *segments))
+        return OtherLayout(", ".join(layouts), inside + len(segments), size_bytes)
+
     def _move_aside(self, reason: str) -> None:
-        aside = self._new_aside()
-        # The catalogue first: segment files that a crash leaves without one are set aside at the next start.
-        names = self._layer.names(self.path)
-        moved = [self._catalogue_name] if self._catalogue_name in names else []
-        moved += [name for name in names if segment_number(name) is not None]
-        for name in moved:
-            self._layer.rename(self.path / name, aside / name)
+        """All or nothing of it: what cannot be moved stays where it is, to be met again."""
+        try:
+            aside = self._new_aside()
+            self._move_into(aside)
+        except OSError as e:
+            step = with_next_step(e, self.path)
+            raise CatalogueError(f"it cannot be read ({reason}) and not be set aside: {step}") from e
         try:
             self._write_reason(aside / REASON_NAME, f"{reason}\n".encode())
         except OSError as e:
             # A full disk is no reason to leave what cannot be read where it is.
             reason = f"{reason} (not written to {REASON_NAME}: {e.strerror})"
+        # Before what may fail: it is moved, and lost with that.
+        self.set_aside_now.append(Aside(aside, reason, self._layer.physical_bytes(aside)))
         self._layer.sync_directory(aside)
         self._layer.sync_directory(self.path)
-        self.set_aside_now.append(Aside(aside, reason, self._layer.physical_bytes(aside)))
+
+    def _move_into(self, aside: Path) -> None:
+        # The catalogue first: segment files that a crash leaves without one are set aside at the next start.
+        names = self._layer.names(self.path)
+        moving = [self._catalogue_name] if self._catalogue_name in names else []
+        moving += [name for name in names if segment_number(name) is not None]
+        moved: list[str] = []
+        try:
+            for name in moving:
+                self._layer.rename(self.path / name, aside / name)
+                moved.append(name)
+        except OSError:
+            with suppress(OSError):
+                for name in reversed(moved):
+                    self._layer.rename(aside / name, self.path / name)
+                self._layer.remove_directory(aside)
+            raise
+
+    def _remove_empty_asides(self, names: list[str]) -> None:
+        """As an attempt to set something aside leaves them that was cut off."""
+        for name in names:
+            if name.startswith(ASIDE_PREFIX):
+                with suppress(OSError):  # most often that there is something in it
+                    self._layer.remove_directory(self.path / name)
 
     def _write_reason(self, path: Path, reason: bytes) -> None:
         descriptor = self._layer.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)

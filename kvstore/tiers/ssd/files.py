@@ -70,6 +70,10 @@ class FileLayer:
         if path.exists():
             shutil.rmtree(path)
 
+    def remove_directory(self, path: Path) -> None:
+        """An empty one, and no other."""
+        path.rmdir()
+
     def rename(self, before: Path, after: Path) -> None:
         before.rename(after)
 

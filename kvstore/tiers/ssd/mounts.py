@@ -9,7 +9,18 @@ made (directory.py), never what it is in.
 import os
 from pathlib import Path
 
-from kvstore.errors import StartupError
+from kvstore.errors import ConfigError, StartupError
+
+
+def refuse_no_directory(path: Path) -> None:
+    """Raises ConfigError where something is at the path, or on the way, that no disk coming back makes a directory."""
+    for found in (path, *path.parents):
+        try:
+            if found.exists() and not found.is_dir():
+                what = "is" if found == path else f"is below {found}, which is"
+                raise ConfigError(f"ssd.path = {path} {what} not a directory: move that away, or choose another path")
+        except OSError:
+            return  # opening it says so, again and again: it may pass
 
 
 class Home:

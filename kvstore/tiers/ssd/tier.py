@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
-from kvstore.tiers.ssd.catalogue import Catalogue, Unreadable
+from kvstore.tiers.ssd.catalogue import Catalogue
+from kvstore.tiers.ssd.faults import Unreadable, with_next_step
 from kvstore.tiers.ssd.format import SegmentRow, checksum_of, pack_record, pack_row, segment_key
 from kvstore.tiers.ssd.jobs import (
     MISMATCH,
@@ -238,12 +239,10 @@ class SsdTier:
         self._at.pop(threading.current_thread().name, None)
 
     def _said(self, error: BaseException) -> str:
-        """An error as a sentence, never an empty one."""
+        """An error as a sentence, never an empty one, with what to do about it."""
         if isinstance(error, Unreadable):
             self.unreadable = self.unreadable or str(error)
-        if isinstance(error, OSError) and error.strerror:
-            return str(error.strerror)
-        return f"{type(error).__name__}: {error}" if not str(error) else str(error)
+        return with_next_step(error, self._catalogue.path.parent)
 
     def _payload(self, job: Write) -> _Ready:
         record = job.record

@@ -170,7 +170,7 @@ class EvictKeys(_message.Message):
     def __init__(self, keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class EvictReply(_message.Message):
-    __slots__ = ("blocks", "size_bytes", "held", "absent", "held_bytes", "pinned", "pinned_bytes", "leased", "leased_bytes", "ssd_blocks", "ssd_bytes", "not_on_disk_yet")
+    __slots__ = ("blocks", "size_bytes", "held", "absent", "held_bytes", "pinned", "pinned_bytes", "leased", "leased_bytes", "ssd_blocks", "ssd_bytes", "not_on_disk_yet", "ssd_not_known")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
@@ -183,6 +183,7 @@ class EvictReply(_message.Message):
     SSD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SSD_BYTES_FIELD_NUMBER: _ClassVar[int]
     NOT_ON_DISK_YET_FIELD_NUMBER: _ClassVar[int]
+    SSD_NOT_KNOWN_FIELD_NUMBER: _ClassVar[int]
     blocks: int
     size_bytes: int
     held: int
@@ -195,7 +196,8 @@ class EvictReply(_message.Message):
     ssd_blocks: int
     ssd_bytes: int
     not_on_disk_yet: str
-    def __init__(self, blocks: _Optional[int] = ..., size_bytes: _Optional[int] = ..., held: _Optional[int] = ..., absent: _Optional[int] = ..., held_bytes: _Optional[int] = ..., pinned: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., leased: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., ssd_blocks: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., not_on_disk_yet: _Optional[str] = ...) -> None: ...
+    ssd_not_known: str
+    def __init__(self, blocks: _Optional[int] = ..., size_bytes: _Optional[int] = ..., held: _Optional[int] = ..., absent: _Optional[int] = ..., held_bytes: _Optional[int] = ..., pinned: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., leased: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., ssd_blocks: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., not_on_disk_yet: _Optional[str] = ..., ssd_not_known: _Optional[str] = ...) -> None: ...
 
 class EndSessionRequest(_message.Message):
     __slots__ = ("session",)

@@ -14,6 +14,7 @@ Header, u64 at each offset:
      40  capacity      slots
      48  moved         0, or the generation of the index that took over
      56  notice        grows when the daemon wants a word with every session (send Sync)
+     64  below         0, or 1 while what only a tier below memory has cannot be read: it counts as absent
 
 Slot:
 
@@ -44,7 +45,9 @@ MAGIC = int.from_bytes(b"KVSTIDX1", "little")
 LAYOUT_VERSION = 1
 
 HEADER_BYTES = 4096
-AT_MAGIC, AT_VERSION, AT_EPOCH, AT_GENERATION, AT_HEARTBEAT, AT_CAPACITY, AT_MOVED, AT_NOTICE = range(0, 64, 8)
+AT_MAGIC, AT_VERSION, AT_EPOCH, AT_GENERATION, AT_HEARTBEAT, AT_CAPACITY, AT_MOVED, AT_NOTICE, AT_BELOW = range(
+    0, 72, 8
+)
 
 SLOT_BYTES = 64
 PROBE_MAX = 64

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from kvstore.tiers.ssd import catalogue as module
-from kvstore.tiers.ssd.catalogue import Catalogue, CatalogueError, Unreadable, Use
+from kvstore.tiers.ssd.catalogue import Catalogue, Use
+from kvstore.tiers.ssd.faults import CatalogueError, Unreadable
 from kvstore.tiers.ssd.files import FileLayer
 from kvstore.tiers.ssd.format import (
     VERSION_KEY,

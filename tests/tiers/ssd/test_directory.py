@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import StartupError
-from kvstore.tiers.ssd.catalogue import CatalogueError
 from kvstore.tiers.ssd.directory import DirectoryHeld, SsdDirectory
+from kvstore.tiers.ssd.faults import CatalogueError
 from kvstore.tiers.ssd.format import VERSION_KEY, pack_version
 from tests.conftest import wait_for_line
 from tests.tiers.ssd.rig import SEGMENT_BYTES, SLOT_BYTES, FaultLayer, Rig, fill, open_files
@@ -50,6 +50,11 @@ def test_a_path_that_is_not_safe_to_use_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(StartupError, match="not a directory"):
         SsdDirectory(tmp_path / "file")
+
+
+def test_a_place_where_nothing_can_be_made_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"/proc/nothing-there cannot be made .*: choose another path"):
+        SsdDirectory(Path("/proc/nothing-there"))
 
 
 def test_a_directory_that_another_holds_is_refused_and_the_holder_named(tmp_path: Path) -> None:

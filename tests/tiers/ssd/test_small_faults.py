@@ -13,8 +13,8 @@ from kvstore.core.store import Store
 from kvstore.moving.drops import AT_ONCE, FIRST_S, LONGEST_S, Drops
 from kvstore.moving.numbers import NamespaceNumbers
 from kvstore.moving.uses import Uses
-from kvstore.tiers.ssd.catalogue import Unreadable
 from kvstore.tiers.ssd.extents import Extents
+from kvstore.tiers.ssd.faults import Unreadable
 from kvstore.tiers.ssd.files import FileLayer
 from kvstore.tiers.ssd.format import record_key
 from kvstore.tiers.ssd.jobs import Forget

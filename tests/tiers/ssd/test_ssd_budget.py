@@ -9,8 +9,9 @@ import pytest
 from kvstore.core.segments import PAGE_BYTES
 from kvstore.tiers.ssd.ballast import Ballast
 from kvstore.tiers.ssd.budget import budget_of
-from kvstore.tiers.ssd.catalogue import Catalogue, CatalogueError, is_no_room
+from kvstore.tiers.ssd.catalogue import Catalogue
 from kvstore.tiers.ssd.directory import SsdDirectory
+from kvstore.tiers.ssd.faults import CatalogueError, is_no_room
 from kvstore.tiers.ssd.files import FileLayer
 from kvstore.tiers.ssd.format import (
     BALLAST_NAME,
