@@ -10,7 +10,7 @@ import pytest
 
 from kvstore_client import Client, Namespace
 from kvstored.v1 import KEYS_MAX
-from tests.conftest import RunningDaemon
+from tests.conftest import RunningDaemon, eventually
 from tests.daemon.cli import Terminal, cli, in_file, usage
 from tests.nodes import running, totals
 
@@ -109,6 +109,11 @@ def test_a_namespace_goes_by_the_beginning_of_its_digest(node: RunningDaemon, cl
 
 
 def test_bytes_are_freed_as_the_configuration_writes_them(node: RunningDaemon, client: Client, ns: Namespace) -> None:
+
+    def granted() -> int:
+        return sum(row["granted_slots"] for row in client.stats()["sessions"])
+
+    eventually(lambda: not granted(), what="granted slots to go back")
     before = client.stats()["host"]["used_bytes"]
     assert evict(node, "--bytes", "17 KB") == (0, said(5), "")
     assert before - client.stats()["host"]["used_bytes"] == 5 * BLOCK

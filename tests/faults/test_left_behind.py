@@ -68,8 +68,9 @@ def users_of(inodes: set[int]) -> set[int]:
 
 
 def named_memory() -> set[str]:
-    """Everything in the file system that shared memory may be left in, but for semaphores of other programs."""
-    return {str(path) for path in Path("/dev/shm").rglob("*") if not path.name.startswith("sem.mp-")}
+    """What a daemon may have left where shared memory has names; directories of other tests are theirs."""
+    found = (path for path in Path("/dev/shm").iterdir() if not path.name.startswith("kvstored-test-"))
+    return {str(path) for path in found if "kvstore" in path.name}
 
 
 def shared_bytes() -> int:

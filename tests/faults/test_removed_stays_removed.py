@@ -170,6 +170,9 @@ def busy(daemon: FaultyDaemon, **disk: Any) -> Iterator[Client]:
     """A write under way, with such a disk: whatever else is to be committed waits behind it."""
     with Client(daemon.endpoint) as client:
         ns = raw(client, "busy")
+        first = [ns.key(os.urandom(8))]
+        durably(ns, first)
+        assert ns.remove(first) == 1, "a slot that is free: a file for one could not be made on such a disk"
         daemon.disk(**disk)
         assert put(ns, [ns.key(os.urandom(8))]) == []
         eventually(lambda: client.stats()["ssd"]["queues"][-1]["running"], what="a write under way")

@@ -17,7 +17,7 @@ from tests.nodes import block
 from tests.server.gated_disk import READ, GatedDaemon, gated
 from tests.server.ssd_program import BLOCK, Program, keys_of, nothing_held, row_of
 
-BUSY_S = 0.8
+BUSY_S = 2.0
 """Shorter than a disk may be silent."""
 
 
