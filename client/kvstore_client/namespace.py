@@ -211,7 +211,7 @@ class Namespace:
 
         They are gone for every reader at once, and stay gone whatever becomes of the daemon: it answers when
         no start of it finds them again. Where its disks let it not see to that within some 2 s, the log says
-        so, once a client. Raises Unavailable.
+        so, once a client. Raises Unavailable, also where the daemon goes away before it has answered that.
         """
         return self._transport.remove(self._identity, checked_keys(keys))
 

@@ -11,6 +11,7 @@ import time
 from kvstore_client.session import Session
 from kvstore_client.tickets import of_session
 from kvstored.v1 import kvstore_pb2 as pb
+from kvstored.v1.errors import Unavailable
 
 log = logging.getLogger("kvstore_client")
 
@@ -33,10 +34,12 @@ class Removals:
             log.warning("what was removed may be back if the daemon is killed now (said once): %s", why)
 
     def wait(self, session: Session, reply: pb.RemoveReply) -> None:
-        """Waits until that is decided."""
+        """Waits until that is decided. Raises Unavailable where the daemon went away before."""
         why = reply.not_on_disk_yet
         if reply.ticket:
             ticket = of_session(session, reply.ticket, time.monotonic() + LASTING_S)
             ticket.wait()
             why = "" if ticket.known_state == "done" else ticket.why
+            if why and session.hung_up():
+                raise Unavailable(f"kvstored went away, and what was removed may be back ({why}): remove it again")
         self.said(why)

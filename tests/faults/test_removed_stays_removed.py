@@ -14,6 +14,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from kvstore.moving.removals import FILE_NAME
 from kvstore.tiers.removal_file import Entry, RemovalFile, pack
 from kvstore_client import Client, Namespace, aio
 from kvstored.v1 import kvstore_pb2 as pb
+from kvstored.v1.errors import Unavailable
 from kvstored.v1.kvstore_pb2_grpc import KVStoreStub
 from tests.conftest import eventually
 from tests.daemon.cli import within
@@ -189,6 +191,19 @@ def test_a_removal_is_answered_when_its_records_are_deleted(warm: FaultyDaemon) 
     assert not journal(warm).exists(), "a removal was not deleted in time"
     kill(warm)
     assert found(warm, {**blocks, **kept}) == {**dict.fromkeys(blocks, 0), "kept": 4}
+
+
+def test_a_removal_whose_daemon_is_killed_before_it_is_for_good_is_no_success(warm: FaultyDaemon) -> None:
+    """It answered as if all were well, and the blocks were back."""
+    keys = stored(at_rest(warm), "cut short")
+    with busy(warm, **HELD) as watch, Client(warm.endpoint) as client, ThreadPoolExecutor(1) as threads:
+        removing = threads.submit(raw(client, "cut short").remove, keys)
+        eventually(lambda: not raw(watch, "cut short").match(keys).blocks, what="them to be gone for readers")
+        warm.kill()
+        with pytest.raises(Unavailable, match="remove it again"):
+            removing.result(10)
+    warm.disk()
+    warm.restart()
 
 
 def test_a_removal_that_the_disk_does_not_take_in_time_is_written_down(daemon: FaultyDaemon) -> None:

@@ -45,6 +45,7 @@ CLIENT = """
 import json, os, random, sys, threading, time
 import numpy as np
 from kvstore_client import Client, KVStoreError
+from kvstore_client.removals import Removals
 from tests.nodes import block
 
 endpoint, seed, log, me, chains, length, size = sys.argv[1:5] + [int(number) for number in sys.argv[5:8]]
@@ -84,10 +85,15 @@ def read(keys):
             print(f"WRONG bytes under {key.hex()}", flush=True)
             os._exit(3)
 
+unsure = []
+Removals.said = lambda self, why: unsure.append(why) if why else None
+
 def remove(keys):
     note("R", keys)
+    unsure.clear()
     done["removed"] += ns.remove(keys)
-    gone.update(keys)
+    if not unsure:  # else the answer says that they may be back
+        gone.update(keys)
 
 def prefetch(keys):
     tickets.append(ns.prefetch(keys, deadline_s=1.0))
