@@ -18,7 +18,7 @@ NODE_CLIENT := tests/node/node_modules/.stamp
 CHECKED := $(foreach d,kvstore client/kvstore_client client/demo protos/kvstored tests bench,\
 	$(if $(shell find $(d) -name '*.py' -print -quit 2>/dev/null),$(d)))
 
-.PHONY: help install check lint format test test-engines demo bench bench-peers protos wheel-check clean
+.PHONY: help install check lint format test test-engines demo bench bench-peers bench-ttft protos wheel-check clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -42,7 +42,8 @@ test: .venv/.stamp-dev .venv/.stamp-systemd $(NODE_CLIENT)  ## all tests; ARGS='
 test-engines: .venv-engines/.stamp  ## the connectors with real engines, in .venv-engines/ (5 GB); ARGS=... for fewer
 	KVSTORED_SGLANG_PYTHON=$(CURDIR)/.venv-engines/sglang/bin/python \
 	KVSTORED_LMCACHE_PYTHON=$(CURDIR)/.venv-engines/lmcache/bin/python \
-		.venv-engines/bin/python -m pytest -q $(or $(ARGS),tests/engines)
+		.venv-engines/bin/python -m pytest -q -n $(WORKERS) --dist loadfile \
+		$(if $(findstring tests/,$(ARGS)),,tests/engines) $(ARGS)
 
 demo: .venv/.stamp-demo  ## a prefix computed by one process, reused by another
 	$(PY) client/demo/prefix_demo.py
@@ -52,6 +53,9 @@ bench: .venv/.stamp-dev  ## the benchmarks; ARGS=--help says more
 
 bench-peers: .venv/.stamp-dev  ## other stores beside ours, each installed in .venv-peers/; ARGS=--help says more
 	$(PY) -m bench.peers $(ARGS)
+
+bench-ttft: .venv-engines/.stamp  ## the first token of vLLM with our store, with others and without; ARGS=--help says more
+	.venv-engines/bin/python -m bench.ttft $(ARGS)
 
 protos: .venv/.stamp-dev  ## generate the Python code of the contract again
 	$(PY) -m grpc_tools.protoc -I protos --python_out=protos --pyi_out=protos --grpc_python_out=protos \

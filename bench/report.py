@@ -1,7 +1,7 @@
 """`python -m bench.report`: the tables of bench/README.md and the plot, from the newest results in bench/results/.
 
-A result is one JSON file: of `make bench` (kind "kvstored") or of `make bench-peers` (kind
-"peers"). The same files give the same text, so what is committed can be checked.
+A result is one JSON file: of `make bench` (kind "kvstored"), of `make bench-peers` (kind "peers")
+or of `make bench-ttft` (kind "ttft"). The same files give the same text, so what is committed can be checked.
 """
 
 import json
@@ -32,8 +32,8 @@ def write(path: Path, content: Content) -> None:
 def keep(content: Content) -> None:
     """Puts a result among those that are kept, and renews the README and the plot."""
     cores = content["machine"].partition(" ")[0]
-    peers = "-peers" if content["kind"] == "peers" else ""
-    write(RESULTS / f"{content['at'][:10]}-{cores}-cores{peers}.json", content)
+    kind = "" if content["kind"] == "kvstored" else f"-{content['kind']}"
+    write(RESULTS / f"{content['at'][:10]}-{cores}-cores{kind}.json", content)
     renew()
 
 
@@ -47,9 +47,11 @@ def newest(kind: str, folder: Path = RESULTS) -> Content | None:
 def renew() -> None:
     """README.md and the plot, as the kept results say."""
     text = README.read_text()
-    figures, peers = newest("kvstored"), newest("peers")
+    figures, peers, first_tokens = newest("kvstored"), newest("peers"), newest("ttft")
     if figures is not None:
         text = between(text, "figures", "\n".join(figure_lines(figures)))
+    if first_tokens is not None:
+        text = between(text, "ttft", "\n".join(figure_lines(first_tokens)))
     if peers is not None:
         text = between(text, "peers", "\n".join(peer_lines(peers)))
         PLOT.write_text(plot.svg(peers))
@@ -105,12 +107,14 @@ def figure_cells(content: Content) -> Iterator[tuple[str, ...]]:
 
 
 def figure_lines(content: Content) -> Iterator[str]:
-    yield f"`make bench` on {content['machine']}, {content['at'][:10]}:"
+    yield f"`{content.get('command', 'make bench')}` on {content['machine']}, {content['at'][:10]}:"
     yield ""
     yield from _markdown(FIGURE_COLUMNS, figure_cells(content))
     missed = [row["name"] for row in content["rows"] if not row["met"]]
     yield ""
     yield f"Missed: {'; '.join(missed)}." if missed else "Every bar is met."
+    for name, why in content.get("missing", {}).items():
+        yield f"Missing: {name}: {why}"
 
 
 # -- make bench-peers

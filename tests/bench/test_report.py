@@ -78,6 +78,22 @@ def test_the_newest_result_of_each_kind_is_shown(tmp_path: Path) -> None:
     assert report.newest("other", tmp_path) is None
 
 
+def test_first_tokens_are_told_with_their_bars_and_with_who_was_missing() -> None:
+    row = Row("hit", 112.0, 110.0, True, "x", "32.5 ms", "without a store 3640 ms", 109.0, 115.0)
+    content = {
+        "kind": "ttft",
+        "command": "make bench-ttft",
+        "machine": "2 cores of a machine",
+        "at": "2026-01-02T03:04:05Z",
+        "missing": {"lmcache": "there is no python"},
+        "rows": [{**vars(row), "met": row.ok}],
+    }
+    said = list(report.figure_lines(content))
+    assert said[0] == "`make bench-ttft` on 2 cores of a machine, 2026-01-02:"
+    assert "| hit | 112x | 109x to 115x | >= 110x | yes | 32.5 ms | without a store 3640 ms |" in said
+    assert said[-2:] == ["Every bar is met.", "Missing: lmcache: there is no python"]
+
+
 def test_a_row_names_who_is_ahead_of_ours_and_who_could_not_do_it() -> None:
     first, second = report.peer_cells(PEERS)
     assert first == ("put 2 MiB", "200 (0.50)", "100", "150 (0.67)", "900 (0.11)", "no: Fast & Co")

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.engines.vllm_engines import PROGRAM, Engine
+from tests.engines.vllm_engines import Engine, environment_of
+from tests.engines.vllm_nursery import PROGRAM, Nursery
 
 ENGINES = {"vllm": "test_vllm_*.py", "transformers": "test_transformers.py"}
 collect_ignore_glob = [files for engine, files in ENGINES.items() if importlib.util.find_spec(engine) is None]
@@ -40,6 +41,12 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made("windowed", tmp_path_factory)
 
 
+@pytest.fixture(scope="session")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a random model half of whose layers have a state."""
+    return made("hybrid", tmp_path_factory)
+
+
 def made(kind: str, tmp_path_factory: pytest.TempPathFactory, *adapters: str) -> Path:
     """See vllm_program.py."""
     directory = tmp_path_factory.mktemp(kind) / f"random-{kind}"
@@ -48,20 +55,36 @@ def made(kind: str, tmp_path_factory: pytest.TempPathFactory, *adapters: str) ->
     return directory
 
 
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """Where engines' processes come from."""
+    nursery = Nursery(environment_of(processes=False), tmp_path_factory.mktemp("nursery") / "log")
+    try:
+        yield nursery
+    finally:
+        nursery.close()
+
+
 @pytest.fixture
-def start_engine(llama: Path) -> Iterator[Callable[..., Engine]]:
+def start_engine(llama: Path, nursery: Nursery) -> Iterator[Callable[..., Engine]]:
     """Starts vLLM: `start_engine(daemon.endpoint, block_size=32)`, or None for one without the connector.
 
-    `extra` are more settings of the connector. All engines are gone after the test.
+    `extra` are more settings of the connector. A `fresh` one is a Python of its own from its first import on.
+    All engines are gone after the test.
     """
     running: list[Engine] = []
     with tempfile.TemporaryDirectory(prefix="kvstored-vllm-", ignore_cleanup_errors=True) as scratch:
 
         def start(
-            endpoint: str | None, *, extra: dict[str, Any] | None = None, model: Path = llama, **arguments: Any
+            endpoint: str | None,
+            *,
+            extra: dict[str, Any] | None = None,
+            model: Path = llama,
+            fresh: bool = False,
+            **arguments: Any,
         ) -> Engine:
             settings = None if endpoint is None else {"endpoint": endpoint, **(extra or {})}
-            running.append(Engine(model, Path(scratch), settings, **arguments))
+            running.append(Engine(model, Path(scratch), settings, nursery=None if fresh else nursery, **arguments))
             return running[-1]
 
         try:

@@ -17,7 +17,7 @@ def test_a_second_process_loads_what_the_first_stored_and_has_the_same_tokens(
     daemon: RunningDaemon, start_engine: Start
 ) -> None:
     asked = prompt(1000)
-    first = start_engine(daemon.endpoint).ready()
+    first = start_engine(daemon.endpoint, fresh=True).ready()
     cold = first.generate(asked, tokens=16)
     stored = first.counters()
     assert cold["cached"] == [0]
@@ -25,7 +25,7 @@ def test_a_second_process_loads_what_the_first_stored_and_has_the_same_tokens(
     assert stored["lookup_hits"] == stored["load_blocks"] == 0
     first.stop()
 
-    second = start_engine(daemon.endpoint).ready()
+    second = start_engine(daemon.endpoint, fresh=True).ready()
     hit = second.generate(asked, tokens=16)
     loaded = second.counters()
     assert hit["tokens"] == cold["tokens"]

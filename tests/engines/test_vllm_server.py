@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import RunningDaemon, eventually
-from tests.engines.vllm_engines import BLOCK, prompt
+from tests.engines.vllm_engines import BLOCK, Engine, prompt
 
 TOKENS = 1000
 START_S, ANSWER_S, END_S = 160.0, 60.0, 30.0
@@ -131,21 +131,22 @@ def counted(server: Server, name: str, value: float) -> dict[str, float]:
 
 @pytest.mark.timeout(600)
 def test_a_server_tells_in_its_metrics_what_was_loaded_and_stored_and_how_long_that_took(
-    daemon: RunningDaemon, start_server: Callable[[str], Server]
+    daemon: RunningDaemon, start_engine: Callable[..., Engine], start_server: Callable[[str], Server]
 ) -> None:
-    first = start_server(daemon.endpoint)
-    cold = first.complete(prompt(TOKENS))
-    found = counted(first, "save_blocks_total", TOKENS // BLOCK)
-    assert found['save_seconds_count prompt_tokens="<=2048"'] >= 1
-    assert found['save_seconds_sum prompt_tokens="<=2048"'] > 0
-    assert found["lookups_total"] >= 1
-    assert found["lookup_hits_total"] == 0
-    first.stop()
-    second = start_server(daemon.endpoint)
-    assert second.complete(prompt(TOKENS)) == cold
-    found = counted(second, "load_blocks_total", TOKENS // BLOCK)
-    assert found["lookup_hits_total"] == found["loads_total"] == 1
-    assert found["load_failures_total"] == 0
+    engine = start_engine(daemon.endpoint).ready()
+    cold = engine.generate(prompt(TOKENS))["tokens"]
+    assert engine.counters()["save_blocks"] == TOKENS // BLOCK
+    engine.stop()
+    server = start_server(daemon.endpoint)
+    assert [server.complete(prompt(TOKENS))] == cold
+    found = counted(server, "load_blocks_total", TOKENS // BLOCK)
+    assert found["lookup_hits_total"] == found["lookups_total"] == found["loads_total"] == 1
+    assert found["load_failures_total"] == found["save_blocks_total"] == 0
     assert found['load_seconds_count prompt_tokens="<=2048"'] == 1
     assert 0 < found['load_seconds_sum prompt_tokens="<=2048"'] < 2
+    server.complete(prompt(TOKENS, seed=2))
+    found = counted(server, "save_blocks_total", TOKENS // BLOCK)
+    assert found['save_seconds_count prompt_tokens="<=2048"'] >= 1
+    assert found['save_seconds_sum prompt_tokens="<=2048"'] > 0
+    assert (found["lookups_total"], found["lookup_hits_total"]) == (2, 1)
     assert 0 < found["engine_seconds_total"] < 2

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-PROGRAM = Path(__file__).with_name("vllm_program.py")
+from tests.engines.vllm_nursery import PROGRAM, Forked, Nursery
+
 START_S, ANSWER_S, END_S = 240.0, 120.0, 20.0
 VOCABULARY = 4096
 BLOCK = 128
@@ -24,6 +25,16 @@ BLOCK = 128
 def prompt(tokens: int, seed: int = 13) -> list[int]:
     """Token ids; those of one seed begin alike."""
     return [(i * 7919 + seed * 104729) % (VOCABULARY - 10) + 10 for i in range(tokens)]
+
+
+def environment_of(*, processes: bool) -> dict[str, str]:
+    """Of an engine's process."""
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_CPU_KVCACHE_SPACE"}
+    return environment | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes)),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 class Engine:
@@ -37,29 +48,31 @@ class Engine:
         *,
         role: str = "kv_both",
         cache_mib: int = 128,
+        nursery: Nursery | None = None,
         processes: bool = False,
         **llm: Any,
     ) -> None:
-        """Starts it; `ready` waits for it. `processes`: scheduler and workers in their own, as vLLM does."""
+        """Starts it; `ready` waits for it. Without a nursery it is a Python that shares nothing with any other.
+
+        `processes`: scheduler and workers in their own, as vLLM does.
+        """
         self.gates = Path(tempfile.mkdtemp(dir=scratch))
         self._errors = self.gates / "log"
         config = {"model": str(model), "extra": extra, "role": role, "gates": str(self.gates)}
         config["llm"] = {"kv_cache_memory_bytes": cache_mib << 20, **llm}
-        environment = {name: value for name, value in os.environ.items() if name != "VLLM_CPU_KVCACHE_SPACE"}
-        environment |= {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes)),
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
-        }
+        self.process: subprocess.Popen[bytes] | Forked
         with self._errors.open("wb") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, str(PROGRAM), "run", json.dumps(config)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env=environment,
-                start_new_session=True,
-            )
+            if nursery is not None and not processes:
+                self.process = nursery.fork(json.dumps(config), errors.fileno())
+            else:
+                self.process = subprocess.Popen(
+                    [sys.executable, str(PROGRAM), "run", json.dumps(config)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    env=environment_of(processes=processes),
+                    start_new_session=True,
+                )
         self._left = b""
         self._stopped = False
         self.announced: list[str] = []

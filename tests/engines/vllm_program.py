@@ -2,6 +2,7 @@
 
     vllm_program.py llama DIRECTORY [ADAPTER ...]    writes a random Llama, and LoRA adapters for it
     vllm_program.py windowed DIRECTORY               writes a random model with layers that see a window only
+    vllm_program.py hybrid DIRECTORY                 writes a random model with layers that have a state
     vllm_program.py run CONFIG                       an engine; CONFIG is JSON: model, extra, role, llm, gates
 
 Told to with `announce`, it says on its own when it is about to make a call that has a gate, a file GATES/NAME:
@@ -85,6 +86,45 @@ def write_windowed(directory: Path) -> None:
     Gemma3ForCausalLM(config).to(torch.float32).save_pretrained(directory)
 
 
+def write_hybrid(directory: Path) -> None:
+    """A Qwen3-Next of 4 layers with random weights, every other one of linear attention."""
+    import torch
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3NextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        linear_conv_kernel_dim=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        decoder_sparse_step=1,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        max_position_embeddings=8192,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        initializer_range=0.2,
+    )
+    model = Qwen3NextForCausalLM(config)
+    for layer in model.model.layers:
+        if hasattr(layer, "linear_attn"):
+            layer.linear_attn.A_log.data.fill_(-6)  # else it forgets within a few tokens, and any state would do
+            layer.linear_attn.out_proj.weight.data *= 4
+    model.to(torch.bfloat16).save_pretrained(directory)
+
+
 def write_llama(directory: Path, adapters: list[str]) -> None:
     """A Llama of 4 layers with random weights, in float32."""
     import torch
@@ -146,6 +186,7 @@ class Program:
         self.slowest: dict[str, float] = {}
         self.events: list[Any] = []
         self.announcing: set[str] = set()
+        self.hints: list[list[Any]] = []
         if transfer is not None:
             self._time_hooks()
         llm = dict(config["llm"])
@@ -156,12 +197,11 @@ class Program:
         self.llm = LLM(
             model=config["model"],
             skip_tokenizer_init=True,
-            dtype="float32",
             enforce_eager=True,
             disable_log_stats=False,
             kv_transfer_config=transfer,
             seed=0,
-            **{"max_model_len": 4096, "max_num_seqs": 8, **llm},
+            **{"dtype": "float32", "max_model_len": 4096, "max_num_seqs": 8, **llm},
         )
 
     def _time_hooks(self) -> None:
@@ -283,6 +323,23 @@ class Program:
             if type(event).__name__ == "BlockStored" and event.medium == medium
         ]
 
+    def watch_hints(self) -> None:
+        """Notes from now on what is told the store with each commit."""
+        from kvstore_client import Slots
+
+        commit = Slots.commit
+
+        def noted(slots: Any, *arguments: Any, hint: Any, **named: Any) -> Any:
+            self.hints.append([hint.conversation, hint.tokens_generated])
+            return commit(slots, *arguments, hint=hint, **named)
+
+        Slots.commit = noted  # type: ignore[assignment, method-assign]
+
+    def hinted(self) -> list[list[Any]]:
+        """Conversation and tokens generated, of each commit since the last question."""
+        hints, self.hints = self.hints, []
+        return hints
+
     def announce(self, names: list[str]) -> None:
         """Says when it is about to make these calls, and holds them while the gate is there."""
         from kvstore_client import Namespace, Slots
@@ -324,6 +381,8 @@ if __name__ == "__main__":
         write_llama(Path(sys.argv[2]), sys.argv[3:])
     elif sys.argv[1] == "windowed":
         write_windowed(Path(sys.argv[2]))
+    elif sys.argv[1] == "hybrid":
+        write_hybrid(Path(sys.argv[2]))
     else:
         program = Program(json.loads(sys.argv[2]))
         say(ready=True)
