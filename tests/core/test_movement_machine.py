@@ -316,6 +316,8 @@ class Movements(RuleBasedStateMachine):
             for key, row in tenant.rows.items()
         ]
         names += [(job.namespace.id, job.key) for job in node.pending if isinstance(job, WriteBlock)]
+        # Also of those whose report waits for that of their parent.
+        names += [(writing.job.namespace.id, writing.job.key) for writing in writes.under_way.values()]
         names += [*writes.forgetting.names]
         for job in node.pending:
             if isinstance(job, ForgetRecords):
