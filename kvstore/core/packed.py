@@ -179,8 +179,10 @@ class Packed:
         """Slots that are still free, as jobs."""
         segments, slots = self._disk.segments, []
         for ref in self._left:
-            segment = segments.live.get(ref >> 32)
-            if segment is not None and segment.pool is not None and segment.state[ref & 0xFFFFFFFF] == FREE:
+            segment, slot = segments.live.get(ref >> 32), ref & 0xFFFFFFFF
+            if segment is None or segment.pool is None or slot >= len(segment.state):
+                continue  # cut anew since, in fewer slots
+            if segment.state[slot] == FREE:
                 slots.append((ref, segment.pool.slot_bytes))
         self._left.clear()
         jobs = [VacateSlots(number(), tuple(slots[at : at + VACATE_MAX])) for at in range(0, len(slots), VACATE_MAX)]
