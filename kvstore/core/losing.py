@@ -8,6 +8,7 @@ Then rows and files go, in steps, while memory serves.
 
 from kvstore.core.block import NONE, SEALED
 from kvstore.core.holds import Tenant
+from kvstore.core.in_order import InOrder
 from kvstore.core.link import Link
 from kvstore.core.loads import Loads
 from kvstore.core.verify import Verification
@@ -19,10 +20,13 @@ WHY = "the SSD's directory is not in use any more"
 class Losing:
     """Of one SSD, as often as it happens."""
 
-    def __init__(self, link: Link, loads: Loads, writes: WriteBack, verification: Verification) -> None:
+    def __init__(
+        self, link: Link, loads: Loads, writes: WriteBack, reports: InOrder, verification: Verification
+    ) -> None:
         self.link = link
         self._loads = loads
         self._writes = writes
+        self._reports = reports
         self._verification = verification
         self._at = 0
         """Row at which the next step goes on."""
@@ -43,6 +47,7 @@ class Losing:
         segments = self.link.disk.segments
         self.link.disk.room.give_up()
         self._read_into.update(self._loads.leave_behind(WHY))
+        self._reports.catch_up()  # of these no report comes any more
         self._written_from.update(self._writes.leave_behind(WHY))
         self._verification.leave_behind()
         for number in list(segments.making):

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from kvstore.core.block import NONE, PINNED, SEALED
 from kvstore.core.holds import Namespace, Tenant
 from kvstore.core.idle import IdleConversations
+from kvstore.core.in_order import InOrder, Report
 from kvstore.core.link import Block, Link, MoveCounts
 from kvstore.core.loads import Loads, Ticket
 from kvstore.core.losing import Losing
@@ -67,9 +68,10 @@ class Movement:
             packed_block_max=packed_block_max,
         )
         self.writes = WriteBack(self.link, policy)
+        self._reports = InOrder(self.writes)
         self.loads = Loads(self.link)
         self.verification = Verification(self.link, self.loads)
-        self.losing = Losing(self.link, self.loads, self.writes, self.verification)
+        self.losing = Losing(self.link, self.loads, self.writes, self._reports, self.verification)
         self.idle = IdleConversations()
         joined.left_host, joined.left_disk = self._left_memory, self._left_disk
         self.link.on_trouble = self._out_of_use
@@ -303,7 +305,7 @@ class Movement:
         """The report of a WriteBlock; `packed`: what it takes on the disk, 0 where that is its slot."""
         if self.losing.ended_late(number):
             return
-        self.writes.wrote(number, checksum, error, now, packed)
+        self._reports.wrote(Report(number, checksum, error, now, packed))
 
     def vacated(self, number: int, error: str) -> None:
         """The report of a VacateSlots."""

@@ -31,6 +31,10 @@ SIZE_MAX = 0xFFFFFFFF
 FREE_RUN = re.compile(b"%c+" % FREE)
 """In the states of a segment's slots."""
 
+Slot = tuple[int, int]
+"""Where, and its bytes: a segment that is cut anew has others in the same places, and what the old ones had is still
+on the disk until something is written to the new ones (`Blobs`)."""
+
 
 class Packed:
     """Of the SSD's store."""
@@ -58,11 +62,11 @@ class Packed:
         self._coming: dict[int, int] = {}
         """Slots that are being written -> their bytes."""
         self._coming_bytes = 0
-        self._left: dict[int, None] = {}
+        self._left: dict[Slot, None] = {}
         """Slots that may have something in them that nobody needs."""
-        self._vacating: dict[int, tuple[int, ...]] = {}
+        self._vacating: dict[int, tuple[Slot, ...]] = {}
         """Job -> slots that are nobody's until its report."""
-        self._busy: set[int] = set()
+        self._busy: set[Slot] = set()
         """Those slots."""
 
     # -- writing
@@ -81,7 +85,7 @@ class Packed:
         if not self._make_room(namespace.tenant, slot_bytes):
             return None
         ref = self._carrier.take(namespace)
-        if ref in self._busy:
+        if ref is not None and (ref, slot_bytes) in self._busy:
             self._carrier.give_back(namespace.tenant, ref)
             self.waits = True
             return None
@@ -97,7 +101,7 @@ class Packed:
         slot_bytes = self._coming.pop(ref, 0)
         self._coming_bytes -= slot_bytes
         if slot_bytes:
-            self._left[ref] = None  # if no block has it after all
+            self._left[ref, slot_bytes] = None  # if no block has it after all
             if size_bytes:
                 self.may_begin += max(slot_bytes - size_bytes, 0)
 
@@ -167,7 +171,7 @@ class Packed:
         self._of_tenant[tenant] -= size_bytes
         if not self._of_tenant[tenant]:
             del self._of_tenant[tenant]
-        self._left[self._disk.table.place[row]] = None
+        self._left[self._disk.table.place[row], slot_bytes] = None
 
     def _pool(self, row: int) -> tuple[int, int]:
         pool = self._disk.tree.pool_of(row)
@@ -177,26 +181,28 @@ class Packed:
 
     def hand_out(self, number: Callable[[], int]) -> list[VacateSlots]:
         """Slots that are still free, as jobs."""
-        segments, slots = self._disk.segments, []
-        for ref in self._left:
-            segment, slot = segments.live.get(ref >> 32), ref & 0xFFFFFFFF
-            if segment is None or segment.pool is None or slot >= len(segment.state):
-                continue  # cut anew since, in fewer slots
-            if segment.state[slot] == FREE:
-                slots.append((ref, segment.pool.slot_bytes))
+        slots = [(ref, slot_bytes) for ref, slot_bytes in self._left if self._is_left(ref, slot_bytes)]
         self._left.clear()
         jobs = [VacateSlots(number(), tuple(slots[at : at + VACATE_MAX])) for at in range(0, len(slots), VACATE_MAX)]
         for job in jobs:
-            self._vacating[job.number] = refs = tuple(ref for ref, _ in job.slots)
-            self._busy.update(refs)
+            self._vacating[job.number] = job.slots
+            self._busy.update(job.slots)
         return jobs
+
+    def _is_left(self, ref: int, slot_bytes: int) -> bool:
+        segment = self._disk.segments.live.get(ref >> 32)
+        if segment is None:
+            return False  # went as a whole
+        if segment.pool is None or segment.pool.slot_bytes != slot_bytes:
+            return True  # cut anew since
+        return segment.state[ref & 0xFFFFFFFF] == FREE
 
     def vacated(self, number: int, error: str) -> None:
         """The report of that job."""
-        refs = self._vacating.pop(number, ())
-        self._busy.difference_update(refs)
+        slots = self._vacating.pop(number, ())
+        self._busy.difference_update(slots)
         if error:
-            self._left.update(dict.fromkeys(refs))
+            self._left.update(dict.fromkeys(slots))
 
     def free_runs(self) -> Iterator[tuple[int, int, int, int]]:
         """Segment, bytes of a slot, first slot and how many, of all that is free: a crash may have left bytes there."""

@@ -70,6 +70,8 @@ class Disk:
 
     def __init__(self) -> None:
         self.bytes: dict[int, bytes] = {}
+        self.cuts: dict[int, int] = {}
+        """Extent -> bytes of the slot that was written there."""
         self.records: dict[tuple[bytes, bytes], tuple[int, int, bytes, int]] = {}
         """Digest of a namespace and key -> extent, checksum, parent, depth."""
         self.packed: dict[int, int] = {}
@@ -214,7 +216,9 @@ class Node:
             if job.replaces is not None:
                 self.disk.records.pop(self._catalogued(job.replaces), None)
             assert self.slab[job.source] == job.key, "a slot was given away while it was written out"
+            self._cut(job.extent >> 32, slot_bytes := self.store.pool(job.namespace).slot_bytes)
             self.disk.bytes[job.extent] = self.slab[job.source]
+            self.disk.cuts[job.extent] = slot_bytes
             self.half[job.number] = "ok"
         elif isinstance(job, ReadBlock) and job.number not in self.half:
             segment, slot = self.memory.segments.at(job.target)
@@ -227,6 +231,12 @@ class Node:
             found = self.disk.bytes.get(job.extent, b"")
             right = found == job.key and checksum_of(found) == job.checksum
             self.half[job.number] = "ok" if right else "mismatch"
+
+    def _cut(self, segment: int, slot_bytes: int) -> None:
+        """The first write to a segment that was cut anew: what it had before is gone."""
+        for extent in [extent for extent in self.disk.bytes if extent >> 32 == segment]:
+            if self.disk.cuts[extent] != slot_bytes:
+                del self.disk.bytes[extent]
 
     def end(self, at: int, error: str = "") -> None:
         """All of a job, and its report; with `error` its second half does not happen."""
@@ -256,8 +266,9 @@ class Node:
                 self.disk.records.pop(self._catalogued(name), None)
             moving.forgotten(job.number, error)
         elif isinstance(job, VacateSlots):
-            for extent, _ in () if error else job.slots:
-                self.disk.bytes.pop(extent, None)
+            for extent, slot_bytes in () if error else job.slots:
+                if self.disk.cuts.get(extent) == slot_bytes:
+                    self.disk.bytes.pop(extent, None)
             moving.vacated(job.number, error)
         elif isinstance(job, ProbeTier):
             moving.probed(error)

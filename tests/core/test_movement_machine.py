@@ -413,9 +413,13 @@ class PackedMovements(Movements):
     @invariant()
     def what_is_being_vacated_is_nobodys(self) -> None:
         node, packed = self.node, self.node.moving.link.packed
-        taken = {node.store.table.place[row] for tenant in node.store.tenants.values() for row in tenant.rows.values()}
         writing = {write.job.extent for write in node.moving.writes.under_way.values()}
-        assert not packed._busy & (taken | writing)
+        in_use = {
+            (ref, pool.slot_bytes)
+            for ref in self.taken() | writing
+            if (pool := node.store.segments.live[ref >> 32].pool) is not None
+        }
+        assert not packed._busy & in_use
         jobs = [job.number for job in node.pending if isinstance(job, VacateSlots)]
         assert set(jobs) == set(packed._vacating)
 
@@ -423,10 +427,16 @@ class PackedMovements(Movements):
     def what_no_block_has_is_vacated_or_known_to_be_left(self) -> None:
         """But for what another life left, which a start vacates as a whole."""
         node, packed = self.node, self.node.moving.link.packed
-        taken = {node.store.table.place[row] for tenant in node.store.tenants.values() for row in tenant.rows.values()}
-        known = taken | set(packed._left) | packed._busy | set(packed._coming) | self.left_by_others
+        known = self.taken() | set(packed._coming) | self.left_by_others
+        known |= {
+            extent for extent, slot_bytes in {*packed._left, *packed._busy} if node.disk.cuts.get(extent) == slot_bytes
+        }
         known |= {slot for slot in node.disk.bytes if (slot >> 32) not in node.store.segments.live}
         assert set(node.disk.bytes) <= known, "garbage that nobody will ever collect"
+
+    def taken(self) -> set[int]:
+        store = self.node.store
+        return {store.table.place[row] for tenant in store.tenants.values() for row in tenant.rows.values()}
 
     def life(self) -> None:
         super().life()

@@ -25,7 +25,7 @@ from kvstore.tiers.ssd.format import EXTENTS, ROCKSDB
 from kvstore_client import Client, Namespace
 from tests.conftest import START_S, RunningDaemon, eventually
 from tests.faults.conftest import Program
-from tests.faults.tiers import catalogue, pieces
+from tests.faults.tiers import catalogue, du, pieces
 from tests.nodes import block
 
 KILLS = {EXTENTS: 78, ROCKSDB: 39}
@@ -198,11 +198,6 @@ def check_promises(endpoint: str, logs: list[Path], sample: int, rng: random.Ran
         except AssertionError as e:
             raise AssertionError(f"{len(lost)} durable blocks of {len(keys)} are lost, like {lost[0].hex()}") from e
         return len(keys)
-
-
-def du(path: Path) -> int:
-    """Bytes that a directory takes on the disk."""
-    return int(subprocess.run(["du", "-s", "-B1", path], capture_output=True, text=True, check=True).stdout.split()[0])
 
 
 @pytest.fixture

@@ -16,14 +16,13 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from kvstore.moving.space import SLACK_BYTES
 from kvstore.tiers.ssd.format import EXTENTS, ROCKSDB, pack_record
-from kvstore_client import Client, Namespace
+from kvstore_client import Client
 from tests.conftest import RunningDaemon, eventually
 from tests.faults.faulty_disk import FaultyDaemon, faulty
 from tests.faults.tiers import (
@@ -100,10 +99,6 @@ def mounted(tmp_path: Path) -> Iterator[Callable[..., Mounted]]:
     yield start
     for daemon in started:
         daemon.kill()
-
-
-def stored_durably(ns: Namespace, keys: list[bytes]) -> bool:
-    return put(ns, keys, durable=True, at_once=8) == []
 
 
 def fill(path: Path) -> Path:
@@ -212,8 +207,7 @@ def test_a_file_system_smaller_than_ssd_size_is_used_up_to_its_floor_and_blocks_
         ns = client.raw_namespace("small", LARGE)
         for turn in range(24):  # 240 MiB into 192, of which the floor keeps 24
             keys = keys_of(ns, f"turn {turn}", 40)
-            # A child on the SSD before its parent goes first for the next one: told, and written when asked again.
-            eventually(partial(stored_durably, ns, keys), 20, "all to be there")
+            assert put(ns, keys, durable=True, at_once=8) == []
             found = os.statvfs(daemon.seen)
             assert found.f_bavail * found.f_frsize >= floor - SLACK_BYTES
         now = settled(client)

@@ -139,8 +139,11 @@ def catalogue(path: Path) -> tuple[list[Record], dict[int, SegmentRow]]:
 
 
 def du(path: Path) -> int:
-    """Bytes that a directory takes on the disk."""
-    return int(subprocess.run(["du", "-s", "-B1", path], capture_output=True, text=True, check=True).stdout.split()[0])
+    """Bytes that a directory takes on the disk; files may go meanwhile, as RocksDB's do."""
+    found = subprocess.run(["du", "-s", "-B1", path], capture_output=True, text=True, check=False, timeout=30)
+    other = [line for line in found.stderr.splitlines() if not line.endswith("No such file or directory")]
+    assert not other, other
+    return int(found.stdout.split()[0])
 
 
 def metric(text: str, name: str) -> float:
