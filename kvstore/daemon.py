@@ -225,6 +225,7 @@ class Daemon:
             loop.start()
         gc.collect()
         gc.freeze()
+        gc.enable()
         self._beat = time.monotonic()  # the loop has not turned while this started, and nobody waits for it yet
         tried = self.readiness.check()
         if not tried.ready:

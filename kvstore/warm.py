@@ -11,7 +11,6 @@ the start is a clean one with new memory, which is always safe: who has the old 
 """
 
 import asyncio
-import gc
 import hashlib
 import os
 import time
@@ -261,23 +260,19 @@ class Warm:
 
     def _fill(self, store: Store, indexes: Indexes, left: Left) -> None:
         """In a thread, while nobody else has the store: a million blocks take some seconds."""
-        gc.disable()
-        try:
-            store.segments.take_back()
-            adoption = Adoption(store, left.found, time.monotonic())
-            adoption.begin()
-            for tenant, blocks in left.blocks_of().items():
-                indexes.expect(tenant, blocks)
-            for segment in left.found.segments:
-                if segment.id in store.segments.live:
-                    rows = left.rows[segment.id]
-                    self.ledger.adopted(segment.id, rows, left.slots[segment.id])
-            adoption.blocks(left.blocks())
-            adoption.sessions()
-            self.adopted = done = adoption.end()
-            store.check()
-        finally:
-            gc.enable()
+        store.segments.take_back()
+        adoption = Adoption(store, left.found, time.monotonic())
+        adoption.begin()
+        for tenant, blocks in left.blocks_of().items():
+            indexes.expect(tenant, blocks)
+        for segment in left.found.segments:
+            if segment.id in store.segments.live:
+                rows = left.rows[segment.id]
+                self.ledger.adopted(segment.id, rows, left.slots[segment.id])
+        adoption.blocks(left.blocks())
+        adoption.sessions()
+        self.adopted = done = adoption.end()
+        store.check()
         for ref in done.refused:
             self.ledger.gone(ref)
         for number in done.without:

@@ -8,6 +8,7 @@ Standard input, output and error may be closed, full, or read by nobody. Closed 
 up in a socket. What cannot be written ends the program with a line, not with a traceback.
 """
 
+import gc
 import importlib.util
 import os
 import sys
@@ -30,6 +31,7 @@ DAEMON_PACKAGES = (
 
 def kvstored() -> None:
     """The daemon: `kvstored`. Ends the process, also where nobody reads why."""
+    gc.disable()  # till it serves (Daemon.start): what is made before stays, and looking for garbage in it takes 8 %
     _open_closed()
     from kvstore.logqueue import bounded
 

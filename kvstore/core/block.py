@@ -61,7 +61,7 @@ _NEXT = {
 }
 """`MOVES` by event, then by state as a number: a commit does not hash enums."""
 
-SEALED, MISSING = int(State.SEALED), int(State.MISSING)
+SEALED, DOOMED, MISSING = int(State.SEALED), int(State.DOOMED), int(State.MISSING)
 """For loops over many rows: a name of this module is found faster than a member of an enum."""
 
 PINNED, HINTED = 1, 2

@@ -7,7 +7,7 @@ between steps, so such counts are of no one moment.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvstore.core.block import NONE, PINNED, SEALED, BlockTable, State
+from kvstore.core.block import DOOMED, NONE, PINNED, SEALED, BlockTable
 from kvstore.core.holds import Namespace, Tenant
 from kvstore.core.segments import Segment
 from kvstore.core.store import Store
@@ -15,8 +15,6 @@ from kvstore.core.store import Store
 CHILDREN_SHOWN = 64
 CHILDREN_WALKED = 1024
 """Children counted by walking from one to the next; of a block with more, all rows are asked for their parent."""
-
-DOOMED = int(State.DOOMED)
 
 
 def first_children(table: BlockTable, row: int) -> tuple[list[int], int | None]:

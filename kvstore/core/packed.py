@@ -14,11 +14,11 @@ import re
 from array import array
 from collections.abc import Callable, Iterator
 
-from kvstore.core.block import NONE
+from kvstore.core.block import DOOMED, NONE
 from kvstore.core.carrier import Carrier
 from kvstore.core.holds import INFINITY, Namespace, Tenant
 from kvstore.core.moves import VacateSlots
-from kvstore.core.segments import FREE, Pool
+from kvstore.core.segments import BLOCK, FREE, Pool
 from kvstore.core.store import Store
 
 EVICT_MAX = 64
@@ -181,8 +181,8 @@ class Packed:
 
     def hand_out(self, number: Callable[[], int]) -> list[VacateSlots]:
         """Slots that are still free, as jobs."""
-        slots = [(ref, slot_bytes) for ref, slot_bytes in self._left if self._is_left(ref, slot_bytes)]
-        self._left.clear()
+        asked, self._left = self._left, {}
+        slots = [slot for slot in asked if self._is_left(*slot)]
         jobs = [VacateSlots(number(), tuple(slots[at : at + VACATE_MAX])) for at in range(0, len(slots), VACATE_MAX)]
         for job in jobs:
             self._vacating[job.number] = job.slots
@@ -190,12 +190,15 @@ class Packed:
         return jobs
 
     def _is_left(self, ref: int, slot_bytes: int) -> bool:
-        segment = self._disk.segments.live.get(ref >> 32)
+        """Whether nobody has it now. Where somebody reads a block that has left, it is looked at again."""
+        segment, slot = self._disk.segments.live.get(ref >> 32), ref & 0xFFFFFFFF
         if segment is None:
             return False  # went as a whole
         if segment.pool is None or segment.pool.slot_bytes != slot_bytes:
             return True  # cut anew since
-        return segment.state[ref & 0xFFFFFFFF] == FREE
+        if segment.state[slot] == BLOCK and self._disk.table.state[segment.row[slot]] == DOOMED:
+            self._left[ref, slot_bytes] = None
+        return segment.state[slot] == FREE
 
     def vacated(self, number: int, error: str) -> None:
         """The report of that job."""

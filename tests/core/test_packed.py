@@ -4,9 +4,10 @@ import random
 
 import pytest
 
-from kvstore.core.moves import ForgetRecords, VacateSlots, WriteBlock
+from kvstore.core.moves import ForgetRecords, VacateSlots, VerifyBlock, WriteBlock
 from kvstore.core.packed import EVICT_MAX
 from kvstore.core.schedule import WRITES_MAX
+from kvstore.core.verify import blocks_step
 from kvstored.v1.shm import HOST, SSD
 from tests.core.scene import chain
 from tests.core.ssd_scene import PAGE, Node
@@ -98,6 +99,47 @@ def test_slots_taken_again_at_once_are_not_vacated_and_those_of_failed_writes_ar
     node.moving.probed("")
     node.run()
     assert set(node.disk.bytes) == {extent for extent, *_ in node.disk.records.values()}
+    node.check()
+
+
+def test_the_slot_of_a_block_that_leaves_while_it_is_read_is_vacated_when_the_read_is_over() -> None:
+    node, keys = packed(), chain("a", 1)
+    node.put(keys)
+    node.run()
+    found: list[tuple[int, tuple[int, bytes]]] = []
+    blocks_step(node.store, 0, 1000, found, 1)
+    node.moving.verification.ask(found, lambda _: None)
+    (verify,) = [job for job in node.take() if isinstance(job, VerifyBlock)]
+    node.moving.remove_from_disk(node.ns, keys)
+    node.run_all_but(verify)
+    assert set(node.disk.bytes) == {verify.extent}, "vacated under who reads it"
+    node.run()
+    assert not node.disk.bytes
+    node.check()
+
+
+def test_what_a_segment_had_is_vacated_also_where_it_was_cut_anew_and_nothing_was_written_to_it() -> None:
+    node = packed(disk_pages=4)
+    two = node.namespace("two", 2 * PAGE)
+    node.put(chain("a", 1))
+    node.run()
+    node.memory.remove(node.ns, chain("a", 1))
+    node.moving.remove_from_disk(node.ns, chain("a", 1))
+    node.put(chain("b", 1), two)
+    node.take()
+    forget, vacate, write = node.pending
+    assert isinstance(forget, ForgetRecords)
+    assert isinstance(vacate, VacateSlots)
+    assert isinstance(write, WriteBlock)
+    node.end(0)
+    node.end(0, "no")
+    node.memory.remove(two, chain("b", 1))
+    node.moving.remove_from_disk(two, chain("b", 1))
+    node.end(0, "no")
+    assert set(node.disk.bytes) == {vacate.slots[0][0]}, "this is about what is still there"
+    node.moving.probed("")
+    node.run()
+    assert not node.disk.bytes
     node.check()
 
 
