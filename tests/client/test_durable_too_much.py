@@ -25,7 +25,7 @@ def settings(path: Path, layout: str, **others: str) -> dict[str, str]:
 
 def put(daemon: RunningDaemon, endpoint: str, name: str) -> tuple[int, Exception | None, int]:
     """Stored, why not durable, and how many blocks are on the SSD when all has been written."""
-    with Client(daemon.endpoint) as local, Client(endpoint) as client:
+    with Client(daemon.endpoint) as local, Client(endpoint, timeout_s=60.0) as client:
         opened(local)
         ns = client.raw_namespace(name, BLOCK)
         keys = keys_of(ns, name, BLOCKS)
