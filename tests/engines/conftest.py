@@ -1,5 +1,6 @@
 """Engines for the tests here. Those of vLLM run in an environment that has it: `make test-engines`."""
 
+import fcntl
 import importlib.util
 import os
 import subprocess
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.engines.vllm_engines import Engine, environment_of
-from tests.engines.vllm_nursery import PROGRAM, Nursery
+from tests.engines.vllm_nursery import Nursery
 
 ENGINES = {"vllm": "test_vllm_*.py", "transformers": "test_transformers.py"}
 collect_ignore_glob = [files for engine, files in ENGINES.items() if importlib.util.find_spec(engine) is None]
@@ -22,7 +23,7 @@ collect_ignore_glob += [
     if importlib.util.find_spec(engine) is None and f"KVSTORED_{engine.upper()}_PYTHON" not in os.environ
 ]
 
-MAKE_S = 120.0
+MODELS, MAKE_S = Path(__file__).with_name("vllm_models.py"), 120.0
 
 
 def pytest_report_header() -> str:
@@ -48,10 +49,17 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def made(kind: str, tmp_path_factory: pytest.TempPathFactory, *adapters: str) -> Path:
-    """See vllm_program.py."""
-    directory = tmp_path_factory.mktemp(kind) / f"random-{kind}"
-    command = [sys.executable, str(PROGRAM), kind, str(directory), *adapters]
-    subprocess.run(command, check=True, timeout=MAKE_S, stdout=subprocess.DEVNULL)
+    """See vllm_models.py. Processes that share the tests share the model, which the first of them writes."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    directory, done = shared / f"random-{kind}", shared / f"random-{kind}.done"
+    with (shared / f"random-{kind}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            command = [sys.executable, str(MODELS), kind, str(directory), *adapters]
+            subprocess.run(command, check=True, timeout=MAKE_S, stdout=subprocess.DEVNULL)
+            done.touch()
     return directory
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import select
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, Tensor
 from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.platform import consume_fd
 from lmcache.v1.storage_backend.storage_manager import StorageManager
+
+from kvstore_client.connectors.lmcache import locks
 
 WAIT_S = 20.0
 SHAPE, KIND = torch.Size((2, 4, 128, 64)), torch.bfloat16
@@ -145,6 +148,32 @@ def delete(name: str, count: int, fields: dict[str, Any]) -> None:
 def status(name: str) -> dict[str, Any]:
     answer: dict[str, Any] = adapters[name].report_status()
     return answer
+
+
+def lock_time(seconds: float) -> float:
+    """Sets how long a lock lasts that nobody ends; as it was."""
+    was, locks.LOCK_S = locks.LOCK_S, seconds
+    return was
+
+
+def closed(name: str) -> list[Any]:
+    """Closes it in the middle of things, and what each call answers after that."""
+    it, keys, described = adapters[name], _keys(1, {}), {0: MemoryLayoutDesc([SHAPE], [KIND])}
+    it.close()
+    store, found = (
+        it.submit_store_task(keys, _objects(1, 1, SHAPE, KIND)),
+        it.submit_lookup_and_lock_task(keys, described),
+    )
+    load = it.submit_load_task(keys, _objects(1, 1, SHAPE, KIND))
+    it.submit_unlock(keys)
+    it.delete(keys)
+    it.close()
+    return [
+        it.pop_completed_store_tasks()[store].is_successful(),
+        _bits(it.query_lookup_and_lock_result(found), 1),
+        _bits(it.query_load_result(load), 1),
+        it.report_status()["is_healthy"],
+    ]
 
 
 def notices() -> list[list[Any]]:
@@ -345,6 +374,77 @@ def manager_gives_up(name: str, count: int) -> list[Any]:
     cancelled = asyncio.run_coroutine_threadsafe(begun_and_cancelled(), loop).result(WAIT_S)
     asyncio.run_coroutine_threadsafe(connection.batched_get([]), loop).result(WAIT_S)  # so the one before is over
     return [cancelled, memory.total_allocated_size - before]
+
+
+def _in_loop(name: str, call: Callable[[Any], Any]) -> Any:
+    connection, loop = _connection(name)
+    return asyncio.run_coroutine_threadsafe(call(connection), loop).result(WAIT_S)
+
+
+def manager_tags(name: str, stored: dict[str, str], asked: dict[str, str]) -> list[bool]:
+    """Whether a chunk that was stored with some tags is found by these, and by others."""
+    it, metadata = managers[name]
+    ours, others = (
+        CacheEngineKey("tiny", 1, 0, 7, KIND, {f"lmcache.tag.{tag}": value for tag, value in tags.items()})
+        for tags in (stored, asked)
+    )
+    assert ours != others
+    thing = it.allocate([torch.Size((2, 4, 256, 64))], metadata.get_dtypes(), MemoryFormat.KV_2LTD)
+    _in_loop(name, lambda connection: connection.batched_put([ours], [thing]))
+    return [_exists(name, key) for key in (ours, others)]
+
+
+def _exists(name: str, key: Any) -> bool:
+    return bool(_in_loop(name, lambda connection: connection.exists(key)))
+
+
+def manager_full(name: str, count: int) -> list[Any]:
+    """All of LMCache's memory is in use: what a read answers; what it does when there is room again."""
+    local, held = managers[name][0].storage_backends["LocalCPUBackend"], []
+    shapes, kinds = [torch.Size((2, 4, 256, 64))], managers[name][1].get_dtypes()
+    while (thing := local.allocate(shapes, kinds, busy_loop=False)) is not None:
+        held.append(thing)
+    without = _in_loop(name, lambda connection: connection.batched_get(_engine_keys(count)))
+    for thing in held:
+        thing.ref_count_down()
+    objects = _in_loop(name, lambda connection: connection.batched_get(_engine_keys(count)))
+    for thing in objects:
+        thing.ref_count_down()
+    return [thing is not None for thing in without + objects]
+
+
+def manager_floods(name: str, calls: int) -> list[int]:
+    """Puts, one right after the other; how often each object is still in use after they ended."""
+    it, metadata = managers[name]
+    connection, loop = _connection(name)
+    shapes = [torch.Size((2, 4, 256, 64))]
+    things = [it.allocate(shapes, metadata.get_dtypes(), MemoryFormat.KV_2LTD) for _ in range(calls)]
+    keys = [CacheEngineKey("tiny", 1, 0, 1000 + i, KIND) for i in range(calls)]
+    puts = [
+        asyncio.run_coroutine_threadsafe(connection.batched_put([key], [thing]), loop)
+        for key, thing in zip(keys, things, strict=True)
+    ]
+    for put in puts:
+        put.result(WAIT_S)
+    counts = [thing.get_ref_count() for thing in things]
+    for thing in things:
+        thing.ref_count_down()
+    return counts
+
+
+def manager_closed(name: str) -> list[Any]:
+    """Closes our connector, and what its calls answer after that; the last: how often an object is still in use."""
+    it, metadata = managers[name]
+    thing = it.allocate([torch.Size((2, 4, 256, 64))], metadata.get_dtypes(), MemoryFormat.KV_2LTD)
+    keys = _engine_keys(1)
+    calls: list[Callable[[Any], Any]] = [
+        lambda connection: connection.close(),
+        lambda connection: connection.batched_put(keys, [thing]),
+        lambda connection: connection.batched_get(keys),
+        lambda connection: connection.batched_async_contains("", keys),
+        lambda connection: connection.ping(),
+    ]
+    return [*(_in_loop(name, call) for call in calls), thing.get_ref_count()]
 
 
 def close_all() -> None:

@@ -50,6 +50,7 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # noqa: E40
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost  # noqa: E402
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory  # noqa: E402
 from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
+from sglang.srt.runtime_context import get_context  # noqa: E402
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler  # noqa: E402
 
 LAYERS, HEADS, DIM, PAGE, TOKENS = 3, 2, 32, 16, 512
@@ -140,6 +141,11 @@ def in_an_engine(directory: str, arguments: dict[str, Any]) -> None:
     set_global_server_args_for_scheduler(
         ServerArgs(model_path=directory, device="cpu", skip_tokenizer_init=True, **arguments)
     )
+
+
+def other_weights(field: str, value: str) -> None:
+    """As SGLang's scheduler does when it was given others while it runs."""
+    get_context().override("scheduler.weight_version", **{field: value})
 
 
 def add_pool(name: str, pool_name: str, pool: dict[str, Any]) -> None:

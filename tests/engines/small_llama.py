@@ -10,12 +10,17 @@ from inspect import signature
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvstore_client import Client
 from kvstore_client.connectors.transformers import PrefixCache
 
 BLOCK_TOKENS = 16
+PROMPT = 100
+"""Tokens: six full blocks, and four that are always computed."""
+
+FULL = PROMPT // BLOCK_TOKENS * BLOCK_TOKENS
+
 CACHE_ARGUMENT = "cache" if "cache" in signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 
 
@@ -63,12 +68,28 @@ def continued(model: Any, ids: Any, cache: Any, tokens: int = 8) -> tuple[Any, l
     return first, generated
 
 
+def prefilled(model: Any, tokens: int = FULL, seed: int = 1) -> DynamicCache:
+    """The cache after so many tokens of the prompt."""
+    cache = DynamicCache(config=model.config)
+    compute(model, prompt(tokens, seed), cache)
+    return cache
+
+
+def same_states(one: DynamicCache, other: DynamicCache, tokens: int) -> bool:
+    """Whether two caches begin alike, bit by bit."""
+    return len(one.layers) == len(other.layers) and all(
+        torch.equal(a.keys[:, :, :tokens], b.keys[:, :, :tokens])
+        and torch.equal(a.values[:, :, :tokens], b.values[:, :, :tokens])
+        for a, b in zip(one.layers, other.layers, strict=True)
+    )
+
+
 def digest(logits: Any) -> str:
     return hashlib.blake2b(logits.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _second_process(endpoint: str, dtype: str) -> None:
-    model, ids = build(dtype=dtype), prompt(100)
+    model, ids = build(dtype=dtype), prompt(PROMPT)
     with Client(endpoint) as client:
         cache, tokens = PrefixCache(client, model, block_tokens=BLOCK_TOKENS).load(ids)
     logits, generated = continued(model, ids[:, tokens:], cache)

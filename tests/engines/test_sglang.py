@@ -187,6 +187,49 @@ def test_what_an_engine_with_other_arguments_stored_is_not_found(rig: Rig, tmp_p
     assert found == [0, 0, 0, PAGES]
 
 
+def test_random_weights_are_not_those_of_the_model(rig: Rig, tmp_path: Path) -> None:
+    keys = rig.hashes()
+    rig.call("in_an_engine", str(tmp_path), {"load_format": "dummy"})
+    rig.call("put", rig.start("dummy"), keys)
+    rig.call("in_an_engine", str(tmp_path), {})
+    assert rig.call("exists", rig.start("real"), keys) == 0
+
+
+def test_another_model_that_is_served_under_the_same_name_finds_nothing(rig: Rig, tmp_path: Path) -> None:
+    keys = rig.hashes()
+    found = []
+    for i, path in enumerate(["one", "other", "one"]):
+        (tmp_path / path).mkdir(exist_ok=True)
+        rig.call("in_an_engine", str(tmp_path / path), {"served_model_name": "ours"})
+        name = rig.start(f"engine {i}")
+        found.append(rig.call("exists", name, keys))
+        rig.call("put", name, keys)
+    assert found == [0, 0, PAGES]
+
+
+@pytest.mark.parametrize("calls", ["put", "put_flat"])
+@pytest.mark.parametrize("field", ["weight_version", "model_path"])
+def test_weights_given_to_a_running_engine_leave_their_pages_behind(
+    rig: Rig, tmp_path: Path, field: str, calls: str
+) -> None:
+    keys, more = rig.hashes(), rig.hashes(seed=2)
+    rig.call("in_an_engine", str(tmp_path), {})
+    one = rig.start("one", None, {"extra_config": {"interface_v1": int(calls == "put")}})
+    stored: Any = YES if calls == "put" else True
+    assert rig.call(calls, one, keys) == stored
+    was = {"weight_version": "default", "model_path": str(tmp_path)}[field]
+    rig.call("other_weights", field, "other")
+    # Pages that wait to be stored are of the weights before, until SGLang asks for pages again.
+    assert rig.call(calls, one, more) != stored
+    assert (rig.call("exists", one, keys), rig.call("exists", one, more)) == (0, 0)
+    assert rig.call(calls, one, more) == stored
+    assert rig.call("exists", one, more) == PAGES
+    rig.call("other_weights", field, was)
+    assert (rig.call("exists", one, keys), rig.call("exists", one, more)) == (PAGES, 0)
+    rig.call("clear", one)
+    assert rig.call("exists", one, keys) == 0
+
+
 def test_a_page_that_all_ranks_share_is_written_by_the_first_and_read_by_all(rig: Rig) -> None:
     keys = rig.hashes()
     pool = {"kind": "mla"}
@@ -349,7 +392,8 @@ def test_a_daemon_that_does_not_answer_holds_a_thread_no_longer_than_was_set(rig
     try:
         began = time.monotonic()
         assert rig.call("get", one, keys) == NO
-        assert rig.call("put", one, rig.hashes(PAGES, seed=4)) == NO
+        for seed in range(4, 24):
+            assert rig.call("put", one, rig.hashes(PAGES, seed=seed)) == NO
         assert time.monotonic() - began < 1.5
     finally:
         daemon.resume()

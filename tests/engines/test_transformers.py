@@ -20,13 +20,10 @@ from kvstore_client.connectors import parts
 from kvstore_client.connectors.transformers import PrefixCache
 from tests.conftest import RunningDaemon
 from tests.engines import small_llama
-from tests.engines.small_llama import BLOCK_TOKENS, build, compute, continued, prompt
+from tests.engines.small_llama import FULL, PROMPT, build, compute, continued, prefilled, prompt, same_states
 
+BLOCK_TOKENS = small_llama.BLOCK_TOKENS
 CHECKOUT = Path(__file__).resolve().parents[2]
-PROMPT = 100
-"""Tokens: six full blocks, and four that are always computed."""
-
-FULL = PROMPT // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 @pytest.fixture(scope="module")
@@ -36,21 +33,6 @@ def model() -> Any:
 
 def prefix_of(client: Client, model: Any, **arguments: Any) -> PrefixCache:
     return PrefixCache(client, model, **{"block_tokens": BLOCK_TOKENS, **arguments})
-
-
-def prefilled(model: Any, tokens: int = FULL, seed: int = 1) -> DynamicCache:
-    """The cache after so many tokens of the prompt."""
-    cache = DynamicCache(config=model.config)
-    compute(model, prompt(tokens, seed), cache)
-    return cache
-
-
-def same_states(one: DynamicCache, other: DynamicCache, tokens: int) -> bool:
-    return len(one.layers) == len(other.layers) and all(
-        torch.equal(a.keys[:, :, :tokens], b.keys[:, :, :tokens])
-        and torch.equal(a.values[:, :, :tokens], b.values[:, :, :tokens])
-        for a, b in zip(one.layers, other.layers, strict=True)
-    )
 
 
 # -- what comes back
@@ -155,6 +137,24 @@ def test_ids_may_be_a_list_a_row_or_an_array(client: Client, model: Any) -> None
         assert prefix.load(same)[1] == FULL
 
 
+@pytest.mark.parametrize("odd", [None, "text", 5, torch.tensor(5), {"input_ids": [1]}, [1.5] * 40, prompt(40)[None]])
+def test_what_is_no_row_of_ids_is_refused(client: Client, model: Any, odd: Any) -> None:
+    prefix = prefix_of(client, model)
+    for call in (lambda: prefix.load(odd), lambda: prefix.save(odd, prefilled(model))):
+        with pytest.raises(InvalidArgument):
+            call()
+
+
+def test_a_prefill_with_gradients_is_stored_and_nothing_of_it_stays_held(client: Client, model: Any) -> None:
+    prefix, ids = prefix_of(client, model), prompt(PROMPT)
+    cache = DynamicCache(config=model.config)
+    model(prompt(FULL), use_cache=True, **{small_llama.CACHE_ARGUMENT: cache})
+    assert cache.layers[0].keys.requires_grad
+    assert prefix.save(ids, cache).stored == 6
+    assert same_states(prefix.load(ids)[0], cache, FULL)
+    assert client.stats()["pools"][0]["leased"] == 0
+
+
 def test_what_a_load_gave_is_the_callers_own(client: Client, model: Any) -> None:
     prefix, ids = prefix_of(client, model), prompt(PROMPT)
     prefix.save(ids, prefilled(model))
@@ -230,6 +230,56 @@ def test_weights_that_change_leave_their_blocks_behind(client: Client) -> None:
     assert same_states(prefix.load(ids)[0], prefilled(model), FULL)
     model.set_attn_implementation("eager")
     assert prefix.load(ids)[1] == 0
+
+
+def swapped_rows(model: Any) -> None:
+    rows = model.model.embed_tokens.weight
+    rows[[3, 5]] = rows[[5, 3]]
+
+
+def two_signs(model: Any) -> None:
+    """Of the upper halves of two words of eight bytes, whose sum stays the same."""
+    model.model.layers[1].self_attn.k_proj.weight[3, [5, 7]] *= -1
+
+
+def slower_rotation(model: Any) -> None:
+    model.model.rotary_emb.inv_freq *= 0.5
+
+
+@pytest.mark.parametrize("change", [swapped_rows, two_signs, slower_rotation], ids=lambda change: change.__name__)
+def test_a_change_that_leaves_every_sum_or_every_saved_weight_is_another_model(
+    client: Client, change: Callable[[Any], None]
+) -> None:
+    model, ids = build(), prompt(PROMPT)
+    prefix = prefix_of(client, model)
+    prefix.save(ids, prefilled(model))
+    with torch.no_grad():
+        change(model)
+    assert prefix.load(ids)[1] == 0
+    assert prefix_of(client, model).load(ids)[1] == 0
+    assert prefix_of(client, build()).load(ids)[1] == FULL
+
+
+@pytest.mark.parametrize("weights", [None, "ours"])
+def test_a_model_cast_after_it_was_read_is_not_one_read_in_that_type(
+    client: Client, tmp_path: Path, weights: str | None
+) -> None:
+    """The saved weights are the same bits; its rotary frequencies are not, and so neither are its keys."""
+    build().save_pretrained(tmp_path)
+    read = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    cast = transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval().to(torch.bfloat16)
+    assert not same_states(prefilled(read), prefilled(cast), FULL)
+    prefix_of(client, read, weights=weights).save(prompt(PROMPT), prefilled(read))
+    assert prefix_of(client, cast, weights=weights).load(prompt(PROMPT))[1] == 0
+    assert prefix_of(client, read, weights=weights).load(prompt(PROMPT))[1] == FULL
+
+
+def test_weights_that_cannot_be_read_are_refused_by_name(client: Client) -> None:
+    model = build()
+    model.extra = torch.nn.Parameter(torch.zeros(4, 4).to_sparse(), requires_grad=False)
+    with pytest.raises(InvalidArgument, match=r"extra cannot be read .* name the weights with weights="):
+        prefix_of(client, model)
+    assert prefix_of(client, model, weights="ours").load(prompt(PROMPT))[1] == 0
 
 
 def test_a_model_in_training_mode_is_refused(client: Client) -> None:
@@ -342,6 +392,15 @@ def test_states_of_another_type_or_size_are_refused(client: Client, model: Any) 
 
 
 # -- the daemon away, restarted, ended in the middle
+
+
+def test_after_its_client_is_closed_it_misses_and_stores_nothing(daemon: RunningDaemon, model: Any) -> None:
+    with Client(daemon.endpoint) as client:
+        prefix = prefix_of(client, model)
+        prefix.save(prompt(PROMPT), prefilled(model))
+    assert prefix.load(prompt(PROMPT))[1] == 0
+    saved = prefix.save(prompt(PROMPT), prefilled(model))
+    assert (saved.rejected, str(saved.error)) == (6, "the client is closed")
 
 
 def test_a_daemon_that_is_away_is_a_miss(model: Any, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -101,6 +102,20 @@ def test_a_window_needs_only_what_reaches_into_it_and_every_prefix_is_tried() ->
         assert found.tokens == 16 * max(good, default=0), kept
 
 
+def test_a_state_ends_exactly_where_the_prefix_does_or_it_is_none() -> None:
+    """Against the plain definition, for all that may be stored of five blocks, and for blocks of two sizes."""
+    for scale in (1, 2):
+        needs = [Need(16), Need(16 * scale, state=True)]
+        for kept in itertools.product([False, True], repeat=5):
+            states = {i for i, there in enumerate(kept) if there}
+            found = longest(needs, 1, 0, 80, 16, present({(0, 0): set(range(5)), (0, 1): states}))
+            good = [16 * scale * (i + 1) for i in states if 16 * scale * (i + 1) <= 80]
+            assert found.tokens == max(good, default=0), (scale, kept)
+    shorter = present({(0, 0): set(range(3)), (0, 1): {1, 4}})
+    assert longest([Need(16), Need(16, state=True)], 1, 0, 80, 16, shorter) == Hit(32, slow=False)
+    assert longest([Need(16), Need(16, state=True)], 1, 32, 80, 16, shorter) == MISS
+
+
 def test_weights_have_another_name_when_a_byte_of_a_sample_or_a_size_changes(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(bytes(100_000))
@@ -171,7 +186,7 @@ def test_tails_have_names_that_no_other_tail_and_no_block_has() -> None:
 ATTENTION = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
 FULL = FullAttentionSpec(**ATTENTION)
 WINDOW = SlidingWindowSpec(**ATTENTION, sliding_window=100)
-STATE = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
+STATE = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align")
 CHUNKED = ChunkedLocalAttentionSpec(**ATTENTION, attention_chunk_size=64)
 
 
@@ -184,11 +199,16 @@ def why_not(*specs: KVCacheSpec, draft: bool = False) -> str:
 
 def test_layers_whose_blocks_do_not_stay_as_they_are_keep_their_whole_model_out() -> None:
     assert why_not(FULL) == why_not(FULL, WINDOW) == ""
-    assert "group 1 has MambaSpec" in why_not(FULL, STATE)
+    assert why_not(STATE, FULL) == why_not(FULL, STATE) == ""
+    assert "group 1 has states of the mode 'all'" in why_not(FULL, replace(STATE, mamba_cache_mode="all"))
+    assert "group 1 has states of tokens that are guessed" in why_not(FULL, replace(STATE, num_speculative_blocks=1))
+    assert "group 1 has states of tokens" in why_not(FULL, replace(STATE, num_prefill_checkpoint_blocks=1))
+    assert "states only" in why_not(STATE)
     assert "group 0 has ChunkedLocalAttentionSpec" in why_not(CHUNKED, FULL)
     assert "draft layers" in why_not(FULL, draft=True)
     assert need_of(FULL) == Need(16)
     assert need_of(WINDOW) == Need(16, window=100)
+    assert need_of(STATE) == Need(16, state=True)
 
 
 def test_a_daemon_of_another_protocol_leaves_the_engine_without_a_store_and_not_without_a_start(

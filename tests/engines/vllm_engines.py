@@ -76,6 +76,7 @@ class Engine:
         self._left = b""
         self._stopped = False
         self.announced: list[str] = []
+        self._answers: list[Any] = []
 
     def ready(self) -> "Engine":
         """Waits until it takes prompts."""
@@ -106,16 +107,26 @@ class Engine:
 
     def answer(self, timeout_s: float = ANSWER_S) -> Any:
         """Of what was asked last."""
-        while "answer" not in (said := self._line(timeout_s)):
+        while not self._answers:
+            self._hear(timeout_s)
+        return self._answers.pop()
+
+    def _hear(self, timeout_s: float) -> None:
+        said = self._line(timeout_s)
+        if "event" in said:
             self.announced.append(said["event"])
-        return said["answer"]
+        else:
+            self._answers.append(said["answer"])
+
+    def answers_within(self, timeout_s: float) -> bool:
+        """Whether it says something meanwhile; `answer` has it."""
+        assert self.process.stdout is not None
+        return bool(self._left or self._answers or select.select([self.process.stdout], [], [], timeout_s)[0])
 
     def until(self, event: str, timeout_s: float = ANSWER_S) -> None:
-        """Waits until it says that it is about to make this call."""
+        """Waits until it says that it is about to make this call, maybe when it has answered: a save is late."""
         while event not in self.announced:
-            said = self._line(timeout_s)
-            assert "event" in said, f"no {event} before {said}"
-            self.announced.append(said["event"])
+            self._hear(timeout_s)
         self.announced.remove(event)
 
     def hold(self, *calls: str) -> None:

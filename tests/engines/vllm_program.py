@@ -1,25 +1,23 @@
 """A vLLM engine as a process of a test's: does what it is told, a line of JSON each, and answers with one.
 
-    vllm_program.py llama DIRECTORY [ADAPTER ...]    writes a random Llama, and LoRA adapters for it
-    vllm_program.py windowed DIRECTORY               writes a random model with layers that see a window only
-    vllm_program.py hybrid DIRECTORY                 writes a random model with layers that have a state
-    vllm_program.py run CONFIG                       an engine; CONFIG is JSON: model, extra, role, llm, gates
+    vllm_program.py run CONFIG       an engine; CONFIG is JSON: model, extra, role, llm, gates
 
 Told to with `announce`, it says on its own when it is about to make a call that has a gate, a file GATES/NAME:
 {"event": NAME}; the call goes on when the file is gone.
 """
 
+import contextlib
 import json
 import os
 import sys
 import threading
 import time
+from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
 os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_HOST_IP="127.0.0.1", DO_NOT_TRACK="1")
 
-VOCABULARY = 4096
 HOOKS = (
     "get_num_new_matched_tokens",
     "update_state_after_alloc",
@@ -59,112 +57,22 @@ OUT = os.dup(1)
 os.dup2(2, 1)  # what the engine prints is not an answer
 
 
-def write_windowed(directory: Path) -> None:
-    """A Gemma of 6 layers with random weights, two thirds of them with a window of 256 tokens."""
+def overlap_steps() -> None:
+    """Has vLLM schedule a step while the one before runs, as it does by default where there is an accelerator."""
+    from unittest.mock import MagicMock
+
     import torch
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+    from vllm.platforms.cpu import CpuPlatform
 
-    torch.manual_seed(0)
-    config = Gemma3TextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        query_pre_attn_scalar=64,
-        max_position_embeddings=8192,
-        sliding_window=256,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        initializer_range=0.3,
-    )
-    Gemma3ForCausalLM(config).to(torch.float32).save_pretrained(directory)
+    check = CpuPlatform.check_and_update_config
 
+    def overlapping(platform: Any, config: Any) -> None:
+        check(config)
+        config.scheduler_config.async_scheduling = True
 
-def write_hybrid(directory: Path) -> None:
-    """A Qwen3-Next of 4 layers with random weights, every other one of linear attention."""
-    import torch
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3NextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        layer_types=["linear_attention", "full_attention"] * 2,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=64,
-        linear_value_head_dim=64,
-        linear_conv_kernel_dim=4,
-        num_experts=4,
-        num_experts_per_tok=2,
-        decoder_sparse_step=1,
-        moe_intermediate_size=64,
-        shared_expert_intermediate_size=64,
-        max_position_embeddings=8192,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        initializer_range=0.2,
-    )
-    model = Qwen3NextForCausalLM(config)
-    for layer in model.model.layers:
-        if hasattr(layer, "linear_attn"):
-            layer.linear_attn.A_log.data.fill_(-6)  # else it forgets within a few tokens, and any state would do
-            layer.linear_attn.out_proj.weight.data *= 4
-    model.to(torch.bfloat16).save_pretrained(directory)
-
-
-def write_llama(directory: Path, adapters: list[str]) -> None:
-    """A Llama of 4 layers with random weights, in float32."""
-    import torch
-    from safetensors.torch import save_file
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-        initializer_range=0.08,
-    )
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(directory)
-    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, bos_token="t1", eos_token="t2", unk_token="t0").save_pretrained(
-        directory
-    )
-    for seed, name in enumerate(adapters):
-        at = directory / name
-        at.mkdir()
-        torch.manual_seed(100 + seed)
-        weights = {}
-        for layer in range(4):
-            prefix = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
-            weights[f"{prefix}.lora_A.weight"] = torch.randn(8, 256)
-            weights[f"{prefix}.lora_B.weight"] = torch.randn(256, 8)
-        save_file(weights, at / "adapter_model.safetensors")
-        settings = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], "peft_type": "LORA", "bias": "none"}
-        (at / "adapter_config.json").write_text(json.dumps(settings))
+    CpuPlatform.check_and_update_config = classmethod(overlapping)  # it says no: there is nothing to gain
+    torch.cuda.Stream = torch.cuda.Event = torch.Event = torch.cuda.current_stream = MagicMock()  # waits of a device's
+    torch.cuda.stream = lambda _: contextlib.nullcontext()
 
 
 class Program:
@@ -187,6 +95,7 @@ class Program:
         self.events: list[Any] = []
         self.announcing: set[str] = set()
         self.hints: list[list[Any]] = []
+        self.saved: list[Any] = []
         if transfer is not None:
             self._time_hooks()
         llm = dict(config["llm"])
@@ -194,14 +103,15 @@ class Program:
             llm["kv_events_config"] = KVEventsConfig(
                 enable_kv_cache_events=True, publisher="zmq", endpoint=f"ipc://{self.gates}/kv", topic="kv"
             )
+        if llm.pop("overlap", False):
+            overlap_steps()
         self.llm = LLM(
             model=config["model"],
             skip_tokenizer_init=True,
-            enforce_eager=True,
             disable_log_stats=False,
             kv_transfer_config=transfer,
             seed=0,
-            **{"dtype": "float32", "max_model_len": 4096, "max_num_seqs": 8, **llm},
+            **{"enforce_eager": True, "dtype": "float32", "max_model_len": 4096, "max_num_seqs": 8, **llm},
         )
 
     def _time_hooks(self) -> None:
@@ -288,6 +198,42 @@ class Program:
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler.connector
         return bool(scheduler._scheduler._client.connected and get_kv_transfer_group()._worker._client.connected)
 
+    def kept(self, tokens: list[int]) -> dict[str, str]:
+        """Blocks of states that the store has, as the engine's worker names them: by tokens before, in base64."""
+        groups, names = self._names(tokens)
+        (group,) = (group for group in groups if "Mamba" in group.packing)
+        space = self._space(group)
+        blocks = [space.get([space.key(name)]) for name in names]
+        return {
+            str((i + 1) * group.block_tokens): b64encode(found[0]).decode() for i, found in enumerate(blocks) if found
+        }
+
+    def forget(self, tokens: list[int], after: int) -> int:
+        """Takes out of the store, of every group, what it has after so many of the tokens."""
+        groups, names = self._names(tokens)
+        return sum(
+            space.remove([space.key(name) for name in names[after // group.block_tokens :]])
+            for group in groups
+            for space in [self._space(group)]
+        )
+
+    def _space(self, group: Any) -> Any:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        from kvstore_client.connectors.vllm.messages import Space
+
+        return get_kv_transfer_group()._worker._namespaces.of(group.number, Space())
+
+    def _names(self, tokens: list[int]) -> tuple[Any, list[bytes]]:
+        """The cache groups, all of one block size, and the names of blocks."""
+        from vllm import SamplingParams
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+        from vllm.v1.request import Request
+
+        hasher = self.llm.llm_engine.engine_core.engine_core.request_block_hasher
+        request = Request("names", tokens, SamplingParams(max_tokens=1), None, block_hasher=hasher)
+        return get_kv_transfer_group()._worker.description.groups, [bytes(name) for name in request.block_hashes]
+
     def hooks(self) -> dict[str, float]:
         """The longest call of each since the last question, in seconds that it ran or waited for something."""
         slowest, self.slowest = self.slowest, {}
@@ -366,6 +312,71 @@ class Program:
                 self.announcing.add(name)
                 announced(owners.get(name, Namespace), name)
 
+    def spoil_load(self, rows: int = 0, *, abort: bool = False) -> None:
+        """The next load fails, a layered one after so many rows; what did not come is noise, as of others before.
+
+        `abort`: its request is given up meanwhile, as by a client that has gone.
+        """
+        import torch
+
+        from kvstore_client.connectors.vllm.copies import GroupMemory
+
+        fill, by_rows = GroupMemory.fill, GroupMemory.fill_by_rows
+
+        def spoil(memory: Any, blocks: list[int]) -> None:
+            GroupMemory.fill, GroupMemory.fill_by_rows = fill, by_rows  # type: ignore[method-assign]
+            with torch.inference_mode():
+                for row in memory._rows:
+                    noise = row.view(torch.float32)  # finite: a kernel may multiply what it masks by nothing
+                    noise[list(blocks)] = torch.randn(len(blocks), noise.shape[1]) * 100
+            if abort:
+                engine = self.llm.llm_engine
+                first = list(engine.output_processor.request_states)[:1]
+                first = engine.output_processor.abort_requests(first, internal=True)
+                engine.engine_core.engine_core.aborts_queue.put_nowait(first)
+
+        def failing(memory: Any, blocks: Any, views: Any) -> None:
+            spoil(memory, blocks)
+            raise OSError("spoilt")
+
+        def failing_after(memory: Any, blocks: Any, views: Any, begun: Any) -> None:
+            def count(done: int) -> None:
+                if done > rows:
+                    raise OSError("spoilt")
+                begun(done)
+
+            spoil(memory, blocks)
+            by_rows(memory, blocks, views, count)
+
+        GroupMemory.fill, GroupMemory.fill_by_rows = failing, failing_after  # type: ignore[assignment, method-assign]
+
+    def watch_saves(self) -> None:
+        """Notes from now on which blocks are saved."""
+        from kvstore_client.connectors.vllm.working import WorkerSide
+
+        save = WorkerSide._save_run
+
+        def noted(worker: Any, order: Any, run: Any, since: float) -> Any:
+            self.saved += [(order.space, run.group, name) for name in run.hashes]
+            return save(worker, order, run, since)
+
+        WorkerSide._save_run = noted  # type: ignore[assignment, method-assign]
+
+    def stored(self, to: str) -> int:
+        """Writes what the store has of each block whose save was noted to a file, by the block's hash."""
+        import numpy as np
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        namespaces = get_kv_transfer_group()._worker._namespaces
+        found = {}
+        for space, group, name in self.saved:
+            namespace = namespaces.of(group, space)
+            with namespace.acquire([namespace.key(name)], timeout_s=5.0) as lease:
+                if len(lease):
+                    found[name.hex()] = lease.numpy(0, np.float32).copy()
+        np.savez(to, **found)
+        return len(found)
+
     def run(self) -> None:
         """Until told to stop, or nobody is there to tell."""
         for line in sys.stdin:
@@ -377,15 +388,8 @@ class Program:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "llama":
-        write_llama(Path(sys.argv[2]), sys.argv[3:])
-    elif sys.argv[1] == "windowed":
-        write_windowed(Path(sys.argv[2]))
-    elif sys.argv[1] == "hybrid":
-        write_hybrid(Path(sys.argv[2]))
-    else:
-        program = Program(json.loads(sys.argv[2]))
-        say(ready=True)
-        program.run()
-        program.llm.llm_engine.engine_core.shutdown()
-        os._exit(0)
+    program = Program(json.loads(sys.argv[2]))
+    say(ready=True)
+    program.run()
+    program.llm.llm_engine.engine_core.shutdown()
+    os._exit(0)

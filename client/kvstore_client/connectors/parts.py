@@ -5,13 +5,14 @@ Both copy nothing themselves: whoever calls is given a view of each block, to co
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore_client import Hint, Namespace, PutResult
+from kvstore_client import Client, Hint, Namespace, PutResult
 from kvstore_client.errors import KVStoreError, ResourceExhausted, Unavailable
 
 PART_BYTES, PART_BLOCKS = 32 << 20, 64
@@ -48,6 +49,27 @@ def read(namespace: Namespace, keys: Sequence[bytes], timeout_s: float, copy: Co
     return copied
 
 
+def runs(namespace: Namespace, keys: Sequence[bytes], until: float = float("inf")) -> Iterator[tuple[int, int]]:
+    """Which keys are there, also behind those that are not: places of the first of a run, and behind its last.
+
+    What was not looked at by `until` is not there. Behind a gap it asks for few at once, so that a long list with many
+    of them is not gone through for each.
+    """
+    first, at, part = 0, 0, len(keys)
+    while at < len(keys) and time.monotonic() < until:
+        wanted = min(part, len(keys) - at)
+        found = namespace.match(keys[at : at + wanted]).blocks
+        at += found
+        part *= 2
+        if found < wanted:
+            if first < at:
+                yield first, at
+            first, part = at + 1, 1
+            at = first
+    if first < at:
+        yield first, at
+
+
 def write(
     namespace: Namespace, keys: Sequence[bytes], start: int, fill: Copy, hint: Hint | None = None
 ) -> tuple[int, PutResult]:
@@ -55,9 +77,14 @@ def write(
 
     Answers how many leading ones are there for certain, and the counts; `error` says why the others are not.
     """
-    done = existing = namespace.match(keys[start:]).blocks if start < len(keys) else 0
-    stored, part = 0, _part_blocks(namespace)
+    done = existing = stored = 0
+    part = _part_blocks(namespace)
     error: KVStoreError | None = None
+    try:
+        if start < len(keys):
+            done = existing = namespace.match(keys[start:]).blocks
+    except KVStoreError as e:
+        error = e
     while start + done < len(keys) and error is None:
         at = start + done
         count = min(part, len(keys) - at)
@@ -82,6 +109,26 @@ def write(
 
 def _part_blocks(namespace: Namespace) -> int:
     return max(1, min(PART_BLOCKS, PART_BYTES // namespace.block_bytes))
+
+
+class Silence:
+    """Stores to a daemon that is away wait for it once, not each of a row: engines' memory is what they hold."""
+
+    def __init__(self, client: Client, wait_s: float) -> None:
+        """`wait_s`: how long a store may take, and how long none is tried after one that was in vain."""
+        self._client = client
+        self._wait_s = wait_s
+        self._until = 0.0
+
+    @property
+    def lasts(self) -> bool:
+        """Whether there is no use in trying."""
+        return time.monotonic() < self._until and not self._client.connected
+
+    def heard(self, error: KVStoreError | None) -> None:
+        """What came of a store."""
+        if isinstance(error, Unavailable):
+            self._until = time.monotonic() + self._wait_s
 
 
 def memory_at(address: int, size_bytes: int) -> NDArray[np.uint8]:

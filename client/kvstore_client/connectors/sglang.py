@@ -6,7 +6,8 @@
 A page of a host pool is one block: its pieces (K and V, or each layer's, or the states of a Mamba layer) one
 behind the other, copied once between the host pool and the store's memory. Pages are named by SGLang's own
 hashes, which cover the tokens before them, LoRA and salt. All else that decides about their bytes (model,
-ranks, layout, type, sizes, release) names the namespace, one a pool.
+ranks, layout, type, sizes, release) names the namespace, one a pool. An engine may be given other weights while it
+runs: each call goes by those that SGLang says it has.
 
 SGLang's threads die of an exception of a backend, so no call of theirs raises: it misses or is not stored, is
 counted in `errors`, and logged. What cannot work is refused when the backend is attached.
@@ -18,7 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import sglang
@@ -32,7 +33,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.observability.metrics_collector import StorageMetrics
-from sglang.srt.runtime_context import get_server_args
+from sglang.srt.runtime_context import get_model, get_server_args, get_serving
 
 from kvstore_client import Client, Namespace
 from kvstore_client.connectors import parts
@@ -45,6 +46,7 @@ SETTINGS = {"endpoint": None, "tenant": "default", "revision": "", "salt": "", "
 
 ENGINE = (
     *("revision", "dtype", "quantization", "quantization_param_path", "json_model_override_args"),
+    *("load_format", "model_impl", "modelopt_quant", "rl_quant_profile"),
     *("kv_cache_dtype", "mamba_ssm_dtype", "attention_backend", "prefill_attention_backend"),
     *("speculative_draft_model_path", "speculative_draft_model_revision", "speculative_draft_model_quantization"),
 )
@@ -74,13 +76,34 @@ def _never_raises(otherwise: Callable[..., Any]) -> Callable[[Call], Call]:
     return decorate
 
 
-class _Pool(NamedTuple):
+Weights = tuple[str, str]
+"""Path and version of a model's weights, as SGLang names them; nothing outside an engine."""
+
+
+class _Pool:
     """A host pool and where its pages are kept."""
 
-    host: Any
-    namespace: Namespace
-    writes: bool
-    """Whether this rank stores: of pages that are the same on all ranks, one does."""
+    def __init__(self, host: Any, writes: bool, open_for: Callable[[Weights], Namespace]) -> None:
+        """`writes`: whether this rank stores; of pages that are the same on all ranks, one does."""
+        self.host = host
+        self.writes = writes
+        self._open_for = open_for
+        self._opened: dict[Weights, Namespace] = {}
+        self.block_bytes = self.of(_weights()).block_bytes
+
+    @property
+    def namespace(self) -> Namespace:
+        """That of the weights of now."""
+        return self.of(_weights())
+
+    def of(self, weights: Weights) -> Namespace:
+        if weights not in self._opened:
+            self._opened[weights] = self._open_for(weights)
+        return self._opened[weights]
+
+    def clear(self) -> None:
+        for namespace in list(self._opened.values()):
+            namespace.clear()
 
 
 class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no types
@@ -105,6 +128,9 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
             name=f"sglang tp{storage_config.tp_rank} pp{storage_config.pp_rank}",
             timeout_s=self._timeout_s,
         )
+        self._looked_up = _weights()
+        """When pages were last asked for. Until then, those in the host pools may be of the weights before."""
+        self._silence = parts.Silence(self._client, self._timeout_s)
         self._pools: dict[str, _Pool] = {}
         self._flat: _Pool | None = None
         """Pages as SGLang flattens them itself, for its calls that pass tensors."""
@@ -160,17 +186,25 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
             "engine": _engine_arguments(),
             "sglang": sglang.__version__,
         }
-        label = f"sglang {config.model_name} {name} {json.dumps(identity, sort_keys=True)}"
-        namespace = self._client.raw_namespace(label, sum(sizes), salt=self._salt)
-        return _Pool(host, namespace, not replicated or config.is_storage_writer)
+
+        def open_for(weights: Weights) -> Namespace:
+            named = json.dumps({**identity, "weights": weights}, sort_keys=True)
+            label = f"sglang {config.model_name} {name} {named}"
+            return self._client.raw_namespace(label, sum(sizes), salt=self._salt)
+
+        return _Pool(host, not replicated or config.is_storage_writer, open_for)
 
     # -- pages in place
 
     @_never_raises(lambda keys, *_, **__: 0)
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many leading pages are there."""
+        self._looked_up = _weights()
         pool = self._pools.get(str(PoolName.KV)) or self._flat
-        return pool.namespace.match(_keys(pool, keys)).blocks if pool is not None else 0
+        if pool is None:
+            return 0
+        namespace = pool.namespace
+        return namespace.match(_keys(namespace, keys)).blocks
 
     @_never_raises(lambda keys, *_, **__: [False] * len(keys))
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
@@ -197,13 +231,17 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
                 np.copyto(piece, block[at : at + len(piece)])
                 at += len(piece)
 
-        copied = parts.read(pool.namespace, _keys(pool, keys), self._timeout_s, copy)
+        namespace = pool.namespace
+        copied = parts.read(namespace, _keys(namespace, keys), self._timeout_s, copy)
         self._note(self._figures.prefetch_pgs, self._figures.prefetch_bandwidth, copied, pool, began)
         return [True] * copied + [False] * (len(keys) - copied)
 
     def _set(self, pool: _Pool, keys: list[str], host_indices: Any, before: Sequence[str] = ()) -> list[bool]:
         if not pool.writes:
             return [True] * len(keys)
+        weights = self._looked_up
+        if not self._may_store(weights):
+            return [False] * len(keys)
         began = time.perf_counter()
         pages = _pages(pool, host_indices, len(keys))
 
@@ -214,11 +252,17 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
                 np.copyto(block[at : at + len(piece)], piece)
                 at += len(piece)
 
-        done, result = parts.write(pool.namespace, _keys(pool, [*before, *keys]), len(before), fill)
+        namespace = pool.of(weights)
+        done, result = parts.write(namespace, _keys(namespace, [*before, *keys]), len(before), fill)
+        self._silence.heard(result.error)
         if result.error is not None:
             self._failed("batch_set", result.error)
         self._note(self._figures.backup_pgs, self._figures.backup_bandwidth, result.stored, pool, began)
         return [True] * done + [False] * (len(keys) - done)
+
+    def _may_store(self, weights: Weights) -> bool:
+        """Not for a daemon that is away, nor what may have been computed before SGLang had the weights of now."""
+        return not self._silence.lasts and _weights() == weights
 
     # -- several pools
 
@@ -241,19 +285,17 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
     def _ends(self, transfer: Any, keys: list[str]) -> list[int]:
         """Lengths of prefixes that one pool has what is needed of, ascending."""
         pool = self._pools[str(transfer.name)]
-        names = _keys(pool, keys)
+        namespace = pool.namespace
+        names = _keys(namespace, keys)
         if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
-            return list(range(1, pool.namespace.match(names).blocks + 1))
+            return list(range(1, namespace.match(names).blocks + 1))
         window = max(1, len(transfer.keys or ()))
-        ends, run, at = [], 0, 0
-        while at < len(names):
-            present = pool.namespace.match(names[at:]).blocks
-            for i in range(at, at + present):
-                run += 1
-                if run >= min(window, i + 1):
-                    ends.append(i + 1)
-            at, run = at + present + 1, 0
-        return ends
+        return [
+            i + 1
+            for first, end in parts.runs(namespace, names, time.monotonic() + self._timeout_s)
+            for i in range(first, end)
+            if i + 1 - first >= min(window, i + 1)
+        ]
 
     @_never_raises(lambda transfers, *_, **__: _none_of(transfers))
     def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[Any, list[bool]]:
@@ -289,7 +331,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
         if self._flat is None or not keys:
             return [None] * len(keys)
         targets = list(target_locations)
-        copied = self._flat.namespace.get_into(_keys(self._flat, keys), targets)
+        namespace = self._flat.namespace
+        copied = namespace.get_into(_keys(namespace, keys), targets)
         return targets[:copied] + [None] * (len(keys) - copied)
 
     @_never_raises(lambda *_, **__: False)
@@ -306,8 +349,13 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
             return False
         if not self._flat.writes:
             return True
+        weights = self._looked_up
+        if not self._may_store(weights):
+            return False
         pages = [value.contiguous() for value in values]
-        result = self._flat.namespace.put(_keys(self._flat, keys), pages)
+        namespace = self._flat.of(weights)
+        result = namespace.put(_keys(namespace, keys), pages)
+        self._silence.heard(result.error)
         if result.error is not None:
             self._failed("batch_set", result.error)
         return result.rejected == 0
@@ -323,7 +371,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
     def clear(self) -> None:
         """Drops all pages of this model and rank, in every pool."""
         for pool in [*self._pools.values(), *([self._flat] if self._flat is not None else [])]:
-            pool.namespace.clear()
+            pool.clear()
 
     @_never_raises(lambda *_, **__: StorageMetrics())
     def get_stats(self) -> Any:
@@ -342,7 +390,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
             taken_s = max(time.perf_counter() - began, 1e-9)
             with self._lock:
                 pages.append(count)
-                speeds.append(count * pool.namespace.block_bytes / 1e9 / taken_s)
+                speeds.append(count * pool.block_bytes / 1e9 / taken_s)
 
     def _failed(self, call: str, error: Exception) -> None:
         """Counts it, and logs it unless there was much of that lately; with a traceback if it is our own fault."""
@@ -364,8 +412,16 @@ def _engine_arguments() -> list[str]:
     return [f"{name}={getattr(arguments, name, None)}" for name in ENGINE]
 
 
-def _keys(pool: _Pool, hashes: Sequence[str]) -> list[bytes]:
-    return [pool.namespace.key(name.encode()) for name in hashes]
+def _weights() -> Weights:
+    """A path may be served under another's name, and replaced while the engine runs (`/update_weights_from_disk`)."""
+    try:
+        return str(get_model().model_path), str(get_serving().weight_version)
+    except ValueError:  # not in an engine
+        return "", ""
+
+
+def _keys(namespace: Namespace, hashes: Sequence[str]) -> list[bytes]:
+    return [namespace.key(name.encode()) for name in hashes]
 
 
 def _before(extra_info: Any) -> list[str]:
@@ -394,6 +450,6 @@ def _pages(pool: _Pool, host_indices: Any, count: int) -> list[list[NDArray[np.u
     arrays = [parts.memory_at(address, size) for address, size in zip(addresses, map(int, sizes), strict=True)]
     pages = [arrays[i * pieces : (i + 1) * pieces] for i in range(count)]
     for page in pages:
-        if sum(map(len, page)) != pool.namespace.block_bytes:
-            raise InvalidArgument(f"a page has {sum(map(len, page))} bytes; here it has {pool.namespace.block_bytes}")
+        if sum(map(len, page)) != pool.block_bytes:
+            raise InvalidArgument(f"a page has {sum(map(len, page))} bytes; here it has {pool.block_bytes}")
     return pages

@@ -120,7 +120,7 @@ class PrefixCache:
         """
         ids = one_prompt(input_ids)
         namespace = self.namespace()
-        keys = namespace.keys(ids[: max(len(ids) - 1, 0)])
+        keys = namespace.keys(ids)[: max(len(ids) - 1, 0) // self._block_tokens]
         try:
             found = namespace.match(keys).blocks
             if found:
@@ -166,11 +166,12 @@ class PrefixCache:
 
     def _fill(self, view: memoryview, layers: list[tuple[Any, Any]], number: int) -> None:
         """Writes one block where it will be read from."""
-        block = self._as_block(torch.frombuffer(view, dtype=layers[0][0].dtype))
         at, tokens = number * self._block_tokens, self._block_tokens
-        for into, states in zip(block, layers, strict=True):
-            for half, tensor in zip(into, states, strict=True):
-                half.copy_(tensor[0, :, at : at + tokens])
+        with torch.no_grad():  # a prefill with gradients is one like any other
+            block = self._as_block(torch.frombuffer(view, dtype=layers[0][0].dtype))
+            for into, states in zip(block, layers, strict=True):
+                for half, tensor in zip(into, states, strict=True):
+                    half.copy_(tensor[0, :, at : at + tokens])
 
     def _as_block(self, flat: Any) -> Any:
         return flat.view(self._shape.layers, 2, self._shape.heads, self._block_tokens, self._shape.dim)
@@ -268,9 +269,11 @@ def config_digest(config: Any) -> str:
 
 
 def one_prompt(input_ids: Any) -> list[int]:
-    """Token ids of one prompt as a list. Raises InvalidArgument for a batch."""
-    ids = input_ids.tolist() if hasattr(input_ids, "tolist") else list(input_ids)
-    if ids and isinstance(ids[0], list):
+    """Token ids of one prompt as a list. Raises InvalidArgument for a batch, and for what is no row of ids."""
+    ids = input_ids.tolist() if hasattr(input_ids, "tolist") else input_ids
+    if not isinstance(ids, list | tuple):
+        raise InvalidArgument(f"input_ids is a {type(input_ids).__name__}; pass one row of token ids")
+    if ids and isinstance(ids[0], list | tuple):
         if len(ids) != 1:
             raise InvalidArgument(f"input_ids is a batch of {len(ids)} prompts; pass one at a time")
         ids = ids[0]

@@ -8,7 +8,7 @@ with the rank and the cache salt; model, object group and the layout of its tens
 
 LMCache submits tasks and is called by event descriptors. Stores, lookups and loads each have a thread, so
 that none of them waits for another kind. No task raises: it is answered as not stored, not found or not
-loaded. A lock is a lease: what a lookup found stays in memory until it is unlocked, or LOCK_S have passed. Where
+loaded. A lock is a lease (locks.py): what a lookup found stays in memory until it is unlocked, or for LOCK_S. Where
 that is more than a session may hold, the rest is found without a lock, and may be gone when it is loaded. Locks have a
 session of their own, so that stores are not short of slots for them.
 """
@@ -18,7 +18,6 @@ import json
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
@@ -30,8 +29,9 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
-from kvstore_client import Client, Lease, Namespace
+from kvstore_client import Client, Namespace
 from kvstore_client.connectors import parts
+from kvstore_client.connectors.lmcache.locks import Locks
 from kvstore_client.connectors.lmcache.objects import Layout, layout_of, memory, size_bytes
 from kvstore_client.connectors.lmcache.objects import layout as objects_layout
 from kvstore_client.errors import InvalidArgument, KVStoreError
@@ -40,9 +40,6 @@ log = logging.getLogger("kvstore_client")
 
 SETTINGS = {"endpoint": None, "tenant": "default", "revision": "", "timeout_s": 0.5}
 """Of adapter_params, with their defaults. `revision`: of the weights, which a model's name does not say."""
-
-LOCK_S = 30.0
-"""A lock that nobody took back is given up then: what it held may be evicted again."""
 
 TASKS_MAX = 256
 """Waiting in each thread; more are answered at once as having failed."""
@@ -62,6 +59,7 @@ class _Lane:
         self._lock = threading.Lock()
         self._done: dict[int, Any] = {}
         self._waiting = 0
+        self._closed = False
         self.failed = 0
 
     def submit(self, number: int, work: Callable[[], Any], otherwise: Any) -> None:
@@ -80,17 +78,22 @@ class _Lane:
         with self._lock:
             full = self._waiting >= TASKS_MAX
             self._waiting += 1
-        if full:
-            self.failed += 1
-            self._finish(number, otherwise)
-            return
-        self._thread.submit(run)
+        try:
+            if not full:
+                task = self._thread.submit(run)
+                task.add_done_callback(lambda task: self._finish(number, otherwise) if task.cancelled() else None)
+                return
+        except RuntimeError:
+            log.debug("a task comes after close()")
+        self.failed += 1
+        self._finish(number, otherwise)
 
     def _finish(self, number: int, answer: Any) -> None:
         with self._lock:
             self._waiting -= 1
             self._done[number] = answer
-        self.event.notify()
+            if not self._closed:  # then its descriptor may be somebody else's by now
+                self.event.notify()
 
     def pop(self, number: int) -> Any:
         """What came of one task, once; None while it is under way."""
@@ -103,20 +106,12 @@ class _Lane:
         return done
 
     def close(self) -> None:
-        """Waits for the task under way and drops the others."""
+        """Waits for the task under way; the others are answered as having failed."""
         self._thread.shutdown(wait=True, cancel_futures=True)
-        self.event.close()
-
-
-class _Lock:
-    """A lease of some objects, let go of with the last of them."""
-
-    __slots__ = ("lease", "left", "since")
-
-    def __init__(self, lease: Lease) -> None:
-        self.lease = lease
-        self.left = len(lease)
-        self.since = time.monotonic()
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self.event.close()
 
 
 class _Space(NamedTuple):
@@ -146,13 +141,13 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache has
             Client(settings["endpoint"], tenant=settings["tenant"], name=name, timeout_s=self._timeout_s)
             for name in ("lmcache", "lmcache locks")
         )
+        self._silence = parts.Silence(self._client, self._timeout_s)
         self._numbers = itertools.count()
         self._stores, self._lookups, self._loads = _Lane("store"), _Lane("lookup"), _Lane("load")
         self._state = threading.Lock()
         self._spaces: dict[tuple[Any, ...], _Space] = {}
         self._layouts: dict[tuple[Any, ...], list[Layout]] = {}
-        self._locks: dict[Any, list[_Lock]] = {}
-        self._by_age: deque[_Lock] = deque()
+        self._locks = Locks()
 
     # -- descriptors, tasks
 
@@ -190,22 +185,14 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache has
         return self._loads.pop(task_id)
 
     def submit_unlock(self, keys: list[Any]) -> None:
-        """Ends one lock of each key; the last of a lease lets go of it."""
-        with self._state:
-            for key in keys:
-                locks = self._locks.get(key)
-                if not locks:
-                    continue  # it was found without a lock, or the lock grew too old
-                lock = locks.pop(0)
-                lock.left -= 1
-                if not lock.left:
-                    lock.lease.release()
-                if not locks:
-                    del self._locks[key]
+        """Ends one lock of each key."""
+        self._locks.release(keys)
 
     # -- what the threads do
 
     def _store(self, keys: list[Any], objects: list[Any]) -> Any:
+        if self._silence.lasts:
+            return L2StoreResult(False, 0)
         whole, stored_bytes = True, 0
         for (space, _), places in self._grouped(keys, objects).items():
             store, names = space.objects, _names(space, [keys[i] for i in places])
@@ -215,6 +202,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache has
                 np.copyto(np.frombuffer(view, np.uint8), memory(objects[places[number]]))
 
             done, result = parts.write(store, names, 0, fill)
+            self._silence.heard(result.error)
             if result.error is not None:
                 log.warning("%d objects are not stored: %s", result.rejected, result.error)
             whole &= done == len(names)
@@ -226,18 +214,12 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache has
 
     def _look_up(self, keys: list[Any], descs: dict[int, Any]) -> Any:
         found, until = Bitmap(len(keys)), time.monotonic() + self._timeout_s
-        self._drop_old_locks()
         for (space, _), places in self._asked(keys, descs).items():
-            names, at = _names(space, [keys[i] for i in places]), 0
-            while at < len(names):
-                present = space.objects.match(names[at:]).blocks
-                if present:
-                    run = places[at : at + present]
-                    for i in run:
-                        found.set(i)
-                    if time.monotonic() < until:
-                        self._hold(space.locks, names[at : at + present], [keys[i] for i in run])
-                at += present + 1  # the one behind a run is not there
+            names = _names(space, [keys[i] for i in places])
+            for at, end in parts.runs(space.objects, names, until):
+                for i in places[at:end]:
+                    found.set(i)
+                self._locks.hold(space.locks, names[at:end], [keys[i] for i in places[at:end]], until)
         return found
 
     def _grouped(self, keys: list[Any], objects: list[Any]) -> Groups:
@@ -263,45 +245,21 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache has
                 groups.setdefault((space, key.kv_rank), []).append(i)
         return groups
 
-    def _hold(self, locks: Namespace, names: Sequence[bytes], keys: Sequence[Any]) -> None:
-        """Locks as many leading ones as may be held."""
-        try:
-            lease = locks.acquire(names, self._timeout_s)
-        except KVStoreError as e:
-            log.debug("%d objects are found without a lock: %s", len(names), e)
-            return
-        if not len(lease):
-            return
-        lock = _Lock(lease)
-        with self._state:
-            self._by_age.append(lock)
-            for key in keys[: len(lease)]:
-                self._locks.setdefault(key, []).append(lock)
-
-    def _drop_old_locks(self) -> None:
-        until = time.monotonic() - LOCK_S
-        with self._state:
-            while self._by_age and (self._by_age[0].since < until or not self._by_age[0].left):
-                old = self._by_age.popleft()
-                if not old.left:
-                    continue
-                old.lease.release()
-                for key in [key for key, locks in self._locks.items() if old in locks]:
-                    self._locks[key] = [lock for lock in self._locks[key] if lock is not old]
-                    if not self._locks[key]:
-                        del self._locks[key]
-
     def _load(self, keys: list[Any], objects: list[Any]) -> Any:
         loaded, until = Bitmap(len(keys)), time.monotonic() + self._timeout_s
         for (space, _), places in self._grouped(keys, objects).items():
-            names, at = _names(space, [keys[i] for i in places]), 0
+            names, at, part = _names(space, [keys[i] for i in places]), 0, len(places)
             while at < len(names):
-                came = space.objects.get_into(names, [memory(objects[i]) for i in places[at:]], start=at)
-                for i in places[at : at + came]:
+                some = places[at : at + part]
+                came = space.objects.get_into(names[at : at + part], [memory(objects[i]) for i in some])
+                for i in some[:came]:
                     loaded.set(i)
-                at += came + 1
-                if time.monotonic() > until:
-                    break  # a disk that is silent is not waited for at every gap
+                at += came
+                part *= 2
+                if came < len(some):
+                    at, part = at + 1, 1
+                    if time.monotonic() > until:
+                        break  # a disk that is silent is not waited for at every gap
         accessed = [key for i, key in enumerate(keys) if loaded.test(i)]
         if accessed:
             self._notify_keys_accessed(accessed)
@@ -328,26 +286,37 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache has
 
     def delete(self, keys: list[Any]) -> None:
         """Drops objects, and tells the listeners of those that were there."""
-        for key in keys:
-            for layout in self._layouts.get(_origin(key), []):
-                space = self._spaces[(*_origin(key), layout)]
-                try:
-                    if space.objects.remove(_names(space, [key])):
-                        self._notify_keys_deleted([key], [space.objects.block_bytes])
-                except KVStoreError as e:
-                    log.warning("an object is not deleted: %s", e)
+        groups: dict[_Space, list[Any]] = {}
+        with self._state:
+            for key in keys:
+                for layout in self._layouts.get(_origin(key), []):
+                    groups.setdefault(self._spaces[(*_origin(key), layout)], []).append(key)
+        until = time.monotonic() + self._timeout_s
+        for space, asked in groups.items():
+            names, store = _names(space, asked), space.objects
+            try:
+                there = [i for at, end in parts.runs(store, names, until) for i in range(at, end)]
+                if there:
+                    store.remove([names[i] for i in there])
+            except KVStoreError as e:
+                log.warning("%d objects are not deleted: %s", len(asked), e)
+                return
+            if there:
+                self._notify_keys_deleted([asked[i] for i in there], [store.block_bytes] * len(there))
 
     def report_status(self) -> dict[str, Any]:
         """Healthy is who is connected to a healthy daemon; LMCache does without it meanwhile."""
-        health = self._client.health()
-        with self._state:
-            locked = len(self._locks)
+        try:
+            health = self._client.health()
+            healthy, problems = health.healthy, list(health.problems)
+        except KVStoreError as e:  # it is closed
+            healthy, problems = False, [str(e)]
         return {
-            "is_healthy": health.healthy,
+            "is_healthy": healthy,
             "type": type(self).__name__,
             "endpoint": self._client.endpoint,
-            "problems": health.problems,
-            "locked": locked,
+            "problems": problems,
+            "locked": len(self._locks),
             "failed": {"store": self._stores.failed, "lookup": self._lookups.failed, "load": self._loads.failed},
         }
 
@@ -355,9 +324,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache has
         """Ends the threads, each with the task that it is at, and the connection, and with it all locks."""
         for lane in (self._stores, self._lookups, self._loads):
             lane.close()
-        with self._state:
-            self._locks.clear()
-            self._by_age.clear()
+        self._locks.close()
         self._locker.close()
         self._client.close()
 

@@ -14,6 +14,7 @@ What goes wrong is a miss, or a chunk not stored.
 import asyncio
 import json
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
@@ -33,6 +34,9 @@ log = logging.getLogger("kvstore_client")
 PREFIX = "remote_storage_plugin.kvstored."
 SETTINGS = {"endpoint": None, "tenant": "default", "revision": "", "timeout_s": 0.5}
 LMCACHES = {"module_path", "class_name"}
+
+PUTS_MAX = 32
+"""Calls that wait to be stored; more are not stored. Their chunks are LMCache's memory meanwhile."""
 
 T = TypeVar("T")
 Objects = list[Any]
@@ -72,6 +76,8 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]  # LMCache has no
             f"lmcache {metadata.model_name} {json.dumps(identity, sort_keys=True)}",
             self.full_chunk_size_bytes + self.remote_metadata_bytes,
         )
+        self._silence = parts.Silence(self._client, self._timeout_s)
+        self._puts = threading.Semaphore(PUTS_MAX)
         self._lookups, self._readers, self._writers = (
             ThreadPoolExecutor(1, f"kvstore-{name}") for name in ("lookup", "read", "write")
         )
@@ -102,7 +108,10 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]  # LMCache has no
 
     async def batched_get(self, keys: Objects) -> Objects:
         """Leading chunks as objects of LMCache's memory; None for the others, and for what it has no room for."""
-        reading = self._readers.submit(self._safely, lambda: self._get(keys), [None] * len(keys))
+        try:
+            reading = self._readers.submit(self._safely, lambda: self._get(keys), [None] * len(keys))
+        except RuntimeError:  # it is closed
+            return [None] * len(keys)
         try:
             return await asyncio.shield(asyncio.wrap_future(reading))
         except asyncio.CancelledError:  # LMCache waits no longer: what comes now, nobody would give back
@@ -121,11 +130,27 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]  # LMCache has no
         return True
 
     async def batched_put(self, keys: Objects, memory_objs: Objects) -> None:
-        """Stores what is not there. Objects are held until they are copied, also where LMCache waits no longer."""
+        """Stores what is not there. Objects are held until they are copied, also where LMCache waits no longer.
+
+        Not for a daemon that is away, and not behind PUTS_MAX others: LMCache's memory is what they hold.
+        """
+        if self._silence.lasts or not self._puts.acquire(blocking=False):
+            log.debug("%d chunks are not stored: the daemon is away, or behind", len(keys))
+            return
         for thing in memory_objs:
             thing.ref_count_up()
-        writing = self._writers.submit(self._safely, lambda: self._put(keys, memory_objs), None)
-        writing.add_done_callback(lambda _: [thing.ref_count_down() for thing in memory_objs])
+
+        def done(_: object) -> None:
+            for thing in memory_objs:
+                thing.ref_count_down()
+            self._puts.release()
+
+        try:
+            writing = self._writers.submit(self._safely, lambda: self._put(keys, memory_objs), None)
+        except RuntimeError:  # it is closed
+            done(None)
+            return
+        writing.add_done_callback(done)
         await asyncio.shield(asyncio.wrap_future(writing))
 
     def remove_sync(self, key: Any) -> bool:
@@ -140,8 +165,7 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]  # LMCache has no
 
     async def ping(self) -> int:
         """0 for a daemon that answers."""
-        health = await asyncio.get_running_loop().run_in_executor(self._lookups, self._client.health)
-        return 0 if health.reachable else 1
+        return 0 if await self._in(self._lookups, lambda: self._client.health().reachable, otherwise=False) else 1
 
     async def close(self) -> None:
         for threads in (self._lookups, self._readers, self._writers):
@@ -161,7 +185,8 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]  # LMCache has no
                 return  # there was no room, and what lies behind a gap is of no use
             block = np.frombuffer(view, np.uint8)
             metadata = RemoteMetadata.deserialize(block[self.full_chunk_size_bytes :].tobytes())
-            thing = self._memory.allocate(metadata.shapes, metadata.dtypes, metadata.fmt)
+            # Not for as long as there is no room: reads behind this one, and what it holds, would wait for ever.
+            thing = self._memory.allocate(metadata.shapes, metadata.dtypes, metadata.fmt, busy_loop=False)
             if thing is None:
                 return
             into = memory(thing)
@@ -181,6 +206,8 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]  # LMCache has no
         return objects
 
     def _put(self, keys: Sequence[Any], memory_objs: Sequence[Any]) -> None:
+        if self._silence.lasts:
+            return  # so those that waited behind one that was in vain are given back at once
         fitting = [
             (key, thing)
             for key, thing in zip(keys, memory_objs, strict=True)
@@ -195,15 +222,27 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]  # LMCache has no
             metadata.serialize_into(block[self.full_chunk_size_bytes :].data)
 
         _, result = parts.write(self._chunks, self._names([key for key, _ in fitting]), 0, fill)
+        self._silence.heard(result.error)
         if result.error is not None:
             log.warning("%d chunks are not stored: %s", result.rejected, result.error)
 
     def _names(self, keys: Sequence[Any]) -> Sequence[bytes]:
-        """A key's text has the model, ranks, hash, type and tags (LoRA, salt)."""
-        return [self._chunks.key(key.to_string().encode()) for key in keys]
+        """The fields of a key. Its own text does not do: tags (LoRA, salt) may have its separators in them."""
+        return [
+            self._chunks.key(
+                json.dumps(
+                    [key.model_name, key.world_size, key.worker_id, key.chunk_hash_hex, str(key.dtype), key.tags],
+                    default=repr,
+                ).encode()
+            )
+            for key in keys
+        ]
 
     async def _in(self, threads: ThreadPoolExecutor, work: Callable[[], T], otherwise: T) -> T:
-        return await asyncio.get_running_loop().run_in_executor(threads, lambda: self._safely(work, otherwise))
+        try:
+            return await asyncio.get_running_loop().run_in_executor(threads, lambda: self._safely(work, otherwise))
+        except RuntimeError:  # it is closed
+            return otherwise
 
     @staticmethod
     def _safely(work: Callable[[], T], otherwise: T) -> T:

@@ -4,10 +4,12 @@ Nothing here waits: what the store has is read from shared memory, and orders go
 
 A request's blocks are saved as they are computed. The order for them pins them in the engine's pool, so that
 nobody writes to them, whatever becomes of the request, until every rank has reported the order. What failed to
-load is not promised to the same request again, nor to others until it is stored anew or FAILED_S have passed.
+load is not promised to the same request again, nor to others until it is stored anew or FAILED_S have passed;
+what the engine computes from a load is saved when all of the load is known to have come.
 """
 
 import logging
+import math
 import secrets
 import time
 from collections import OrderedDict
@@ -24,6 +26,7 @@ from kvstore_client.connectors.vllm.hits import MISS, Hit, longest
 from kvstore_client.connectors.vllm.messages import Load, Orders, Report, Run, Save, Space, Stored
 from kvstore_client.connectors.vllm.settings import Settings
 from kvstore_client.connectors.vllm.spaces import Description, Namespaces, weights_of
+from kvstore_client.connectors.vllm.unsure import Unsure
 from kvstore_client.errors import KVStoreError
 
 log = logging.getLogger("kvstore_client")
@@ -85,11 +88,15 @@ class SchedulerSide:
         self._groups: tuple[int, ...] = () if why else kv_cache_config.prefix_cacheable_group_ids
         self._needs = [need_of(kv_cache_config.kv_cache_groups[group].kv_cache_spec) for group in self._groups]
         self._hash_tokens: int = kv_cache_config.hash_block_size or vllm_config.cache_config.block_size
-        self._step: int = kv_cache_config.cache_hit_alignment_tokens or vllm_config.cache_config.block_size
+        self._stateful = any(need.state for need in self._needs)
+        step: int = kv_cache_config.cache_hit_alignment_tokens or vllm_config.cache_config.block_size
+        self._step = math.lcm(step, *(need.block_tokens for need in self._needs))
         self.layered: bool = settings.layers and len(self._groups) == len(kv_cache_config.kv_cache_groups) == 1
         """Loads happen in the step that computes the rest. A failure could not be told of one group among several."""
+        if self.layered and vllm_config.max_concurrent_batches > 1:
+            self.layered = False  # a failure would be heard of when the next step computes from it already
         if settings.layers and not self.layered:
-            log.warning("kvstored: layers is of no effect for a model with several cache groups")
+            log.warning("kvstored: layers is of no effect with several cache groups, or with steps that overlap")
         transfer = vllm_config.kv_transfer_config
         self._saves: bool = transfer.is_kv_producer and bool(self._groups)
         self._ranks_all: int = vllm_config.parallel_config.world_size
@@ -102,7 +109,7 @@ class SchedulerSide:
         self._tracked: dict[str, Tracked] = {}
         self._failed: OrderedDict[bytes, float] = OrderedDict()
         self._loads: list[Load] = []
-        self._layered_now: list[str] = []
+        self._unsure = Unsure()
         self._last_saves: list[Save] = []
         self._pins: dict[int, Pinned] = {}
         self._pinned_blocks = 0
@@ -127,7 +134,11 @@ class SchedulerSide:
         tracked.hit = MISS
         if not self._ranks or not self._groups or tracked.refused or request.skip_reading_prefix_cache:
             return 0
-        most = min(len(request.block_hashes) * self._hash_tokens, request.num_tokens - int(self.layered))
+        if self._unsure and any(name in self._unsure for name in self._hashes(tracked, 0, 0, computed // self._step)):
+            return None
+        # The engine computes the last token of a prompt that is found whole; a state must not have had it yet.
+        short = self.layered or self._stateful
+        most = min(len(request.block_hashes) * self._hash_tokens, request.num_tokens - int(short))
         hit = longest(
             self._needs,
             len(self._ranks),
@@ -140,7 +151,8 @@ class SchedulerSide:
             hit = self._with_tail(tracked, hit if hit.tokens > computed else Hit(computed, slow=False))
             now = time.monotonic()
             tracked.waits_until = tracked.waits_until or now + HANDOFF_S
-            if hit.tokens < min(promised, request.num_prompt_tokens) and now < tracked.waits_until:
+            wanted = min(promised, most // self._step * self._step if short else request.num_prompt_tokens)
+            if hit.tokens < wanted and now < tracked.waits_until:
                 return None
         self.tally.add("lookups")
         least = self._settings.min_tokens_ssd if hit.slow else self._settings.min_tokens
@@ -173,7 +185,7 @@ class SchedulerSide:
     def _tail(self, tracked: Tracked, full_tokens: int) -> list[int]:
         """Of a model with one group of full attention: what follows the prompt's full blocks."""
         whole = tracked.request.num_prompt_tokens // self._step * self._step
-        if len(self._needs) > 1 or self._needs[0].window or full_tokens != whole:
+        if len(self._needs) > 1 or not self._needs[0].whole or full_tokens != whole:
             return []
         return tail_of(tracked.request, full_tokens)
 
@@ -236,6 +248,8 @@ class SchedulerSide:
             runs.append(self._tail_run(tracked, end - tail, self._tail(tracked, end - tail), tables[self._groups[0]]))
         layered = self.is_layered(request)
         order = Load(request.request_id, request.num_prompt_tokens, tracked.space, runs, layered)
+        if layered:
+            self._unsure.expect(order, tables[self._groups[0]])
         tracked.loading = order
         tracked.saved = [end // need.block_tokens for need in self._needs]
         self._loads.append(order)
@@ -269,17 +283,20 @@ class SchedulerSide:
                 preempted.saved, preempted.stale = [0] * len(self._groups), False
         saves, self._last_saves = self._last_saves, []
         loads, self._loads = self._loads, []
-        self._layered_now = [load.request for load in loads if load.layered]
         if self._saves:
             cached = output.scheduled_cached_reqs
             computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
             computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+            blocks = output.kv_connector_block_state
             for name, tokens in output.num_scheduled_tokens.items():
                 tracked = self._tracked.get(name)
-                if tracked is None or not self._due(tracked, computed[name] + tokens):
+                if tracked is None or tracked.loading is not None:
+                    continue  # what the step computes from a load is saved when every rank has it
+                tokens += computed[name]
+                states = self._states(tracked, blocks.boundary_state_offloads.get(name, ()), tokens)
+                if not states and not self._due(tracked, tokens):
                     continue
-                tables = output.kv_connector_block_state.get_block_ids(name)
-                order = self._save(tracked, tables, computed[name] + tokens)
+                order = self._save(tracked, blocks.get_block_ids(name), tokens, states)
                 if order is not None:
                     saves.append(order)
         return Orders(loads, saves, computing=output.total_num_scheduled_tokens > 0)
@@ -287,7 +304,26 @@ class SchedulerSide:
     def _due(self, tracked: Tracked, tokens: int) -> bool:
         """Whether some group has a full block, whose tokens are known, that was not saved yet."""
         tokens = self._saveable(tracked, tokens)
-        return any(tokens // need.block_tokens > saved for need, saved in zip(self._needs, tracked.saved, strict=True))
+        return any(
+            tokens // need.block_tokens > saved and not need.state
+            for need, saved in zip(self._needs, tracked.saved, strict=True)
+        )
+
+    def _states(self, tracked: Tracked, offers: Sequence[tuple[int, int, int]], tokens: int) -> list[Run]:
+        """Blocks that have, after this step, a state at the end of one of the request's blocks.
+
+        The engine offers them: (group, block, tokens before). No table says it. Each is a root of its own: what
+        comes before it in its group is mostly not kept.
+        """
+        tokens, runs = self._saveable(tracked, tokens), []
+        for group, block, at in offers:
+            place = self._groups.index(group)
+            end, rest = divmod(at, self._needs[place].block_tokens)
+            if rest or at > tokens or end <= tracked.saved[place]:
+                continue
+            tracked.saved[place] = end
+            runs.append(Run(group, 0, b"", self._hashes(tracked, place, end - 1, end), [block]))
+        return runs
 
     def _saveable(self, tracked: Tracked, tokens: int) -> int:
         if tracked.stale:
@@ -304,7 +340,7 @@ class SchedulerSide:
         runs = [
             run
             for place, saved in enumerate(tracked.saved)
-            if (run := self._run(tracked, place, tables, saved, tokens)) is not None
+            if not self._needs[place].state and (run := self._run(tracked, place, tables, saved, tokens)) is not None
         ]
         named = list(runs)
         runs += extra
@@ -331,7 +367,8 @@ class SchedulerSide:
         events = [stored_event(request, run, self._block_tokens(run)) for run in named] if self._publish else []
         self._pins[order.job] = Pinned(order, blocks, self._ranks_all, time.monotonic(), events)
         tracked.saved = [
-            max(saved, tokens // need.block_tokens) for need, saved in zip(self._needs, tracked.saved, strict=True)
+            saved if need.state else max(saved, tokens // need.block_tokens)
+            for need, saved in zip(self._needs, tracked.saved, strict=True)
         ]
         return order
 
@@ -364,13 +401,15 @@ class SchedulerSide:
 
     def heard(self, report: Report | None, loaded: Sequence[str]) -> None:
         """What the workers say after a step; `loaded` are requests whose loads have ended."""
+        settled, wrong = self._unsure.settle(report.failed if report is not None else {})
+        if wrong:
+            self._pool.evict_blocks(wrong)
         if report is not None:
             for request, blocks in report.failed.items():
                 self._load_failed(request, blocks)
             for job, stored in report.saves.items():
                 self._save_ended(job, stored)
-        done, self._layered_now = [*loaded, *self._layered_now], []
-        for request in done:
+        for request in (*loaded, *settled):
             tracked = self._tracked.get(request)
             if tracked is not None:
                 tracked.loading = None

@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 from kvstore_client import Client, Layout, Namespace
 from kvstore_client.connectors.vllm.messages import Space
 from kvstore_client.connectors.vllm.settings import Settings
+from kvstore_client.errors import InvalidArgument
 
 FORMAT = 1
 """Of blocks as this connector lays them out: `[layer][what the engine has of it]`."""
@@ -118,6 +119,7 @@ def describe_group(config: Any, settings: Settings, rank: Rank, group: int, spec
         "machine": machine(),
         "rank": list(rank),
         "backends": backends_of(config, layers),
+        **({"state": state_of(spec)} if hasattr(spec, "mamba_type") else {}),
         "layers": [[name, [[list(shape), str(dtype)] for shape, dtype, _ in layers[name]]] for name in layers],
     }
     layout: dict[str, Any] = {
@@ -135,7 +137,7 @@ def describe_group(config: Any, settings: Settings, rank: Rank, group: int, spec
     }
     try:
         fits = Layout(**layout).block_bytes == block_bytes
-    except ValueError:
+    except (ValueError, InvalidArgument):
         fits = False
     return Group(group, spec.block_size, block_bytes, layout if fits else {}, json.dumps(packing, sort_keys=True))
 
@@ -144,6 +146,12 @@ def machine() -> list[Any]:
     """What of this processor decides how the engine packs a block."""
     amx = getattr(torch.cpu, "_is_amx_tile_supported", bool)
     return [platform.machine(), torch.backends.cpu.get_cpu_capability(), bool(amx())]
+
+
+def state_of(spec: Any) -> list[Any]:
+    """What decides, besides shapes, how a state lies in its block."""
+    fast = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)
+    return [str(spec.mamba_type), spec.mamba_cache_mode, bool(fast())]
 
 
 def backends_of(config: Any, layers: dict[str, Any]) -> list[str]:

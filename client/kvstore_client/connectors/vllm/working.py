@@ -131,20 +131,17 @@ class WorkerSide:
         self._layered.wait(self._rows_until.get(name, self._rows))
 
     def begin_saves(self, orders: Orders) -> None:
-        """Hands saves to their thread; the blocks are computed by now, from what was loaded for it, or not."""
+        """Hands saves to their thread; the blocks are computed by now.
+
+        None of them from what a layered load of this step has brought, or not: that is saved when all ranks have it.
+        """
         now = time.monotonic()
-        failed = set()
         for load in self._layered.take(self._rows):
             (run,) = load.order.runs
             if load.blocks < len(run.blocks):
-                failed.add(load.order.request)
                 self._report.failed[load.order.request] = (load.blocks,)
                 self._bad_blocks.update(run.blocks[load.blocks :])
         for order in orders.saves:
-            if order.request in failed:
-                none = (0,) * len(order.runs)
-                self._report.saves[order.job] = Stored(1, none, none)
-                continue
             self._under_way += 1
             self._saves.put((order, now))
 
