@@ -15,7 +15,7 @@ WORKERS ?= 2
 GENERATED := protos/kvstored/v1
 NODE_CLIENT := tests/node/node_modules/.stamp
 # A directory joins the checks with its first Python file.
-CHECKED := $(foreach d,kvstore client/kvstore_client client/demo protos/kvstored tests bench,\
+CHECKED := $(foreach d,kvstore client/kvstore_client client/demo protos/kvstored cuda/kvstored_cuda tests bench,\
 	$(if $(shell find $(d) -name '*.py' -print -quit 2>/dev/null),$(d)))
 
 .PHONY: help install check lint format test test-engines demo bench bench-peers bench-ttft protos wheel-check clean

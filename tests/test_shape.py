@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-PRODUCT = ("kvstore", "client", "protos/kvstored")
+PRODUCT = ("kvstore", "client", "protos/kvstored", "cuda/kvstored_cuda")
 OURS = (*PRODUCT, "tests", "bench", "cuda", "docs", "systemd", ".ci")
 GENERATED = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py")
 SKIPPED = {".git", ".venv", ".venv-peers", ".venv-engines", "__pycache__", "build", "dist", "node_modules"}
@@ -37,7 +37,7 @@ def tree_of(path: Path) -> ast.Module:
 def package_of(path: Path) -> str:
     """The package that a relative import in `path` starts from."""
     parts = path.relative_to(CHECKOUT).parent.parts
-    return ".".join(parts[1:] if parts[0] in ("client", "protos") else parts)
+    return ".".join(parts[1:] if parts[0] in ("client", "protos", "cuda") else parts)
 
 
 def imports_of(path: Path) -> Iterator[tuple[int, str]]:
@@ -74,6 +74,7 @@ DIRECTIONS = {
     "kvstore/cli": ("kvstore.core", "kvstore.tiers", "kvstore.moving", "kvstore.server"),
     "client/kvstore_client": ("kvstore",),
     "protos/kvstored": ("kvstore", "kvstore_client"),
+    "cuda/kvstored_cuda": ("kvstore", "kvstore_client"),
 }
 
 
