@@ -10,9 +10,9 @@ is BURST_BYTES behind: so a burst is served at once, and what lasts gets its sha
 wakes up starts with the one that is furthest behind: it has no claim on what it did not use. A
 kind alone has all, and owes nothing for it: nobody is further behind another than BEHIND_BYTES,
 whatever one did while the other was idle or could not. Only more urgent kinds can make one wait
-that has a place: reads never wait for a disk that is slow to write. But where writes have less
-than their share, prefetches have only READS_KEPT places: what is read at once is what the disk
-takes off its writes.
+that has a place: reads never wait for a disk that is slow to write. But what is read at once is
+what the disk takes off its writes: those that had more than their share beside writes that are
+under way have READS_BESIDE places, until writes have theirs.
 """
 
 from collections import OrderedDict
@@ -38,7 +38,11 @@ READS_MAX, WRITES_MAX = 8, 32
 the sync of all that were written, and beside reads a real disk gave writes 0.6 of their share (bench/ssd_shares.py)."""
 
 READS_KEPT = 2
-"""Places among the reads that prefetches leave to demand loads; and that they have beside writes that lag behind."""
+"""Places among the reads that prefetches leave to demand loads."""
+
+READS_BESIDE = 1
+"""Places of loads, and as many of prefetches, while writes have less than their share beside them: with 2, writes that
+a disk takes at 2.2 GB/s alone got half of it (bench/ssd_shares.py)."""
 
 BURST_BYTES = 64 << 20
 """Of virtual time: how far a less urgent kind must be behind before it goes before a more urgent one."""
@@ -196,8 +200,10 @@ class Scheduler(Generic[T]):
             return writes.running < WRITES_MAX
         if loads.running + prefetches.running >= READS_MAX:
             return False
-        lag = writes.level and Kind.WRITE not in waiting and writes.served + BURST_BYTES < prefetches.served
-        return kind is Kind.LOAD or prefetches.running < (READS_KEPT if lag else READS_MAX - READS_KEPT)
+        behind = writes.running or (writes.level and Kind.WRITE not in waiting)
+        if behind and writes.served + BURST_BYTES < self.queues[kind].served:
+            return self.queues[kind].running < READS_BESIDE
+        return kind is Kind.LOAD or prefetches.running < READS_MAX - READS_KEPT
 
     def _due(self, kind: Kind, waiting: Collection[Kind]) -> bool:
         """Whether a kind has not had more than its share beside more urgent ones that want more."""

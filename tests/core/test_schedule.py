@@ -6,7 +6,17 @@ from itertools import count
 
 import pytest
 
-from kvstore.core.schedule import BURST_BYTES, READS_KEPT, READS_MAX, SHARES, WRITES_MAX, Kind, Scheduler, Turn
+from kvstore.core.schedule import (
+    BURST_BYTES,
+    READS_BESIDE,
+    READS_KEPT,
+    READS_MAX,
+    SHARES,
+    WRITES_MAX,
+    Kind,
+    Scheduler,
+    Turn,
+)
 
 BOUND = 1 << 40
 BOUNDS = dict.fromkeys(Kind, BOUND)
@@ -139,17 +149,20 @@ def test_prefetches_leave_places_to_demand_loads_and_a_kind_alone_has_all() -> N
     assert schedule.queues[Kind.LOAD].running == READS_KEPT
 
 
-def test_prefetches_give_way_to_writes_that_have_less_than_their_share_and_not_to_those_that_cannot_be() -> None:
-    """Six reads at once took so much of a real disk that writes had three quarters of their share."""
+@pytest.mark.parametrize(("kind", "places"), [(Kind.LOAD, READS_MAX), (Kind.PREFETCH, READS_MAX - READS_KEPT)])
+def test_reads_give_way_to_writes_that_have_less_than_their_share_and_not_to_those_that_cannot_be(
+    kind: Kind, places: int
+) -> None:
+    """With more at once, writes had half of their share of a real disk, also while they waited for a file."""
     schedule: Scheduler[int] = Scheduler(BOUNDS)
     device, names = Device(schedule, slow=100.0), count()
 
     def fill() -> None:
-        for kind in (Kind.PREFETCH, Kind.WRITE):
-            while len(schedule.queues[kind].level) < 32:
+        for each in (kind, Kind.WRITE):
+            while len(schedule.queues[each].level) < 32:
                 job = next(names)
                 device.sizes[job] = 2 << 20
-                schedule.offer(kind, job, device.sizes[job])
+                schedule.offer(each, job, device.sizes[job])
 
     for _ in range(200):
         fill()
@@ -157,11 +170,15 @@ def test_prefetches_give_way_to_writes_that_have_less_than_their_share_and_not_t
         device.until_one_ends()
     fill()
     schedule.run(device.begin)
-    prefetches, writes = schedule.queues[Kind.PREFETCH], schedule.queues[Kind.WRITE]
-    assert writes.served + BURST_BYTES < prefetches.served
-    assert (prefetches.running, writes.running) == (READS_KEPT, WRITES_MAX)
-    schedule.run(device.begin, [Kind.WRITE])  # no file for them: nothing is gained by waiting
-    assert prefetches.running == READS_MAX - READS_KEPT
+    reads, writes = schedule.queues[kind], schedule.queues[Kind.WRITE]
+    assert writes.served + BURST_BYTES < reads.served
+    assert (reads.running, writes.running) == (READS_BESIDE, WRITES_MAX)
+    schedule.run(device.begin, [Kind.WRITE])  # no file for more of them: those under way take their time all the same
+    assert reads.running == READS_BESIDE
+    for _ in range(WRITES_MAX):
+        schedule.ended(Kind.WRITE)
+    schedule.run(device.begin, [Kind.WRITE])  # nothing is gained by waiting
+    assert reads.running == places
 
 
 def test_higher_priority_goes_first_and_what_has_to_wait_keeps_its_place() -> None:

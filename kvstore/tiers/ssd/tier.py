@@ -13,11 +13,13 @@ An exception in a worker is the outcome of its job. The core bounds the bytes th
 way; JOBS_MAX is the last line behind it.
 """
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from queue import Empty, PriorityQueue, SimpleQueue
 from typing import NamedTuple
 
 from kvstore.tiers.ssd.catalogue import Catalogue
@@ -75,6 +77,14 @@ class _Ready:
     packed: int = 0
 
 
+class _Turn(NamedTuple):
+    """At the writers. Files come first: all that is to be written waits for one where there is no room left."""
+
+    late: bool
+    number: int
+    job: Write | Make | None
+
+
 class SsdTier:
     """Carries jobs out on an open directory. `close` it before what it was given."""
 
@@ -92,7 +102,7 @@ class SsdTier:
         self._catalogue = catalogue
         self._report = report
         self._reads: SimpleQueue[Read | None] = SimpleQueue()
-        self._writes: SimpleQueue[Write | Make | None] = SimpleQueue()
+        self._writes: PriorityQueue[_Turn] = PriorityQueue()
         self._commits: SimpleQueue[_Ready | None] = SimpleQueue()
         self._submitting = threading.Lock()
         self._closing = False
@@ -100,6 +110,7 @@ class SsdTier:
         """Jobs that were taken and not answered, by their id()."""
         self._unwritten = 0
         """Jobs of the writers that the committer has not and may still get."""
+        self._turns = itertools.count()
         self._unreported: list[Outcome] = []
         self.unreadable = ""
         """The first that a worker found in the catalogue which no other attempt will mend: it is to be set aside."""
@@ -122,7 +133,7 @@ class SsdTier:
                         self._reads.put(job)
                     case Write() | Make():
                         self._unwritten += 1
-                        self._writes.put(job)
+                        self._writes.put(_Turn(isinstance(job, Write), next(self._turns), job))
                     case _:
                         self._commits.put(_Ready(job))
         if refusal:
@@ -156,7 +167,7 @@ class SsdTier:
             for _ in self._readers:
                 self._reads.put(None)
             for _ in self._writers:
-                self._writes.put(None)
+                self._writes.put(_Turn(True, next(self._turns), None))
         for thread in (*self._readers, *self._writers):
             thread.join(max(until - time.monotonic(), 0))
         # Only when no writer can hand it anything more: what a slow one brings later is committed and answered.
@@ -167,15 +178,17 @@ class SsdTier:
 
     def _refuse_waiting(self) -> None:
         waiting: list[Job] = []
-        for queue in (self._reads, self._writes):
-            try:
-                while True:
-                    job = queue.get_nowait()
-                    assert job is not None
-                    self._unwritten -= queue is self._writes
-                    waiting.append(job)
-            except Empty:
-                continue
+        with suppress(Empty):
+            while True:
+                read = self._reads.get_nowait()
+                assert read is not None
+                waiting.append(read)
+        with suppress(Empty):
+            while True:
+                job = self._writes.get_nowait().job
+                assert job is not None
+                self._unwritten -= 1
+                waiting.append(job)
         if waiting:
             self._tell([(job, outcome_of(job, CLOSING)) for job in waiting])
 
@@ -219,7 +232,7 @@ class SsdTier:
     # -- writers
 
     def _serve_write(self) -> bool:
-        job = self._writes.get()
+        job = self._writes.get().job
         if job is None:
             return False
         try:

@@ -198,6 +198,30 @@ def test_reads_do_not_wait_behind_writes(open_rig: OpenRig) -> None:
         assert rig.answer().error == ""
 
 
+def test_a_file_is_made_before_what_waits_to_be_written(open_rig: OpenRig) -> None:
+    """Behind thirty writes, all that had no room in the files there are waited for them."""
+    layer = FaultLayer()
+    rig = open_rig(layer)
+    gate, made_at = Gate(), list[int]()
+    layer.writing = gate
+    for number in range(1, 11):
+        rig.tier.submit(rig.write(number, number))
+    until(lambda: gate.came == 2, "both writers")
+    make = rig.extents.make
+
+    def note(segment: int, size_bytes: int) -> None:
+        made_at.append(gate.came)
+        make(segment, size_bytes)
+
+    rig.extents.make = note  # type: ignore[method-assign]
+    rig.tier.submit(Make(2, SEGMENT_BYTES))
+    gate.open()
+    for _ in range(11):
+        assert rig.answer().error == ""
+    (came,) = made_at
+    assert came < 10, "all were written first"
+
+
 def test_two_swapped_records_are_two_mismatches(each_rig: Rig) -> None:
     rig = each_rig
     for number in (1, 2):
