@@ -225,8 +225,8 @@ def _demo(runtime_dir: Path) -> None:
         cold = _run_engine("cold", endpoint, runtime_dir)
         say("process 2: asks for the same prompt ...")
         hit = _run_engine("hit", endpoint, runtime_dir)
-        _show_figures(cold, hit)
         _show_stats(endpoint, runtime_dir)
+        _show_figures(cold, hit)
     faults = _faults(cold, hit)
     if faults:
         raise DemoError("; ".join(faults) + ". This is a fault of the store: see whether `make test` passes")

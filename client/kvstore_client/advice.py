@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvstored.v1.endpoint import ENDPOINT_VARIABLE
 
-ANOTHER = f"name another with {ENDPOINT_VARIABLE}"
+ANOTHER = f"name another: as the endpoint where one is given, else with {ENDPOINT_VARIABLE}"
 """Of programs that have no option for it."""
 
 FIRST_OF_SOCKETS = (errno.ENOENT, errno.EACCES, errno.ECONNREFUSED)

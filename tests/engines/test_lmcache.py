@@ -220,7 +220,8 @@ def test_a_daemon_that_is_away_is_a_miss_and_comes_back(
     assert call("look_up", adapter, 6, {}) == NO
     assert call("load", adapter, 6, 1, {}) == [NO, YES]
     assert call("store", adapter, 6, 1, {}) == [False, 0]
-    assert not call("status", adapter)["is_healthy"]
+    status = call("status", adapter)
+    assert (status["is_healthy"], status["failed"]["store"]) == (False, 1)
     call("unlock", adapter, 6, {})
     daemon.restart()
     eventually(lambda: call("store", adapter, 6, 1, {})[0], what="the adapter to be connected again")

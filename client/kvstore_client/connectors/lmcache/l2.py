@@ -204,6 +204,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache has
             done, result = parts.write(store, names, 0, fill)
             self._silence.heard(result.error)
             if result.error is not None:
+                self._stores.failed += 1
                 log.warning("%d objects are not stored: %s", result.rejected, result.error)
             whole &= done == len(names)
             stored_bytes += result.stored * store.block_bytes

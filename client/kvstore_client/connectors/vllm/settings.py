@@ -1,5 +1,6 @@
 """What may be set in kv_connector_extra_config; anything else is refused when the engine starts."""
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -59,7 +60,9 @@ def settings_of(extra: Mapping[str, Any]) -> Settings:
     found: dict[str, Any] = {}
     for name, value in extra.items():
         if name not in known:
-            raise InvalidArgument(f"kv_connector_extra_config has no {name!r}; it may have {', '.join(known)}")
+            close = difflib.get_close_matches(name, known, 1)
+            meant = f" (did you mean {close[0]!r}?)" if close else ""
+            raise InvalidArgument(f"kv_connector_extra_config has no {name!r}{meant}; it may have {', '.join(known)}")
         kind = type(known[name])
         if kind is float and type(value) is int:
             value = float(value)
