@@ -167,13 +167,14 @@ class Rebuild:
             away = np.flatnonzero(named[which] & (rows == NONE)).tolist()
             awaiting += [(tenant, int(which[at]), keys[at]) for at in away]
         depth = found["depth"].astype(np.int64)
+        below = [at for _, at, _ in awaiting]
+        depth[below] = np.maximum(depth[below], 1)  # something is above these, which their children have to be below
+        column(table.depth)[self._first : self._first + len(found)] = depth
         above = depth[np.maximum(parent - self._first, 0)]
         parent[~named | (depth <= above)] = NONE
         self._hang(parent)
         for tenant, at, key in awaiting:
-            row = self._first + at
-            table.depth[row] = max(table.depth[row], 1)
-            store.tree.families.wait_for(tenant, row, key, table.depth[row])
+            store.tree.families.wait_for(tenant, self._first + at, key, int(depth[at]))
 
     def _hang(self, parent: NDArray[np.int64]) -> None:
         table, children = self.store.table, np.flatnonzero(parent != NONE)

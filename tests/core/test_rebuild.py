@@ -104,6 +104,13 @@ def test_the_least_recently_used_leaf_goes_first_and_parents_after_their_childre
     assert [table.key[row] for row in walk(pool.order, INNER)] == [b[0], a[1], a[0]]
 
 
+def test_a_block_that_is_called_a_root_and_names_a_parent_is_below_it_and_so_are_its_children() -> None:
+    """What a client says may be both: a daemon that is replaced is not to fail at it."""
+    away, root, child, grandchild = map(key_of, ("away", "root", "child", "grandchild"))
+    made = filled(rows((0, root, away, 0, 1.0), (1, child, root, 1, 1.0), (2, grandchild, child, 2, 1.0)))
+    assert dict(parents(made)) == {root: away, child: None, grandchild: child}
+
+
 def test_a_block_that_is_no_deeper_than_its_parent_hangs_from_nothing() -> None:
     """So a circle, too, which nobody could write down, would be blocks that are found and no tree that never ends."""
     a, b = key_of("a"), key_of("b")

@@ -2,7 +2,7 @@
 
 GATES is a directory with a file `read` and a file `write`: the daemon takes a shared flock on
 it ahead of each such call, so a test that has it exclusively stops them (`Gates`). PATCHES is
-JSON: names of kvstore.server.tickets and their values, for limits too long for a test.
+JSON: names of kvstore.server.tickets or kvstore.core.movement and their values, for limits that a test cannot keep to.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvstore.cli.daemon import main
+from kvstore.core import movement
 from kvstore.server import tickets
 from kvstore.tiers.ssd.files import FileLayer
 from tests.conftest import RunningDaemon, eventually
@@ -88,7 +89,7 @@ if __name__ == "__main__":
     gates, patched = Path(sys.argv[1]), json.loads(sys.argv[2])
     del sys.argv[1:3]
     for known, value in patched.items():
-        assert hasattr(tickets, known), known
-        setattr(tickets, known, value)
+        (module,) = [module for module in (tickets, movement) if hasattr(module, known)]
+        setattr(module, known, value)
     gate_calls(gates)
     main(prog_name="kvstored")
