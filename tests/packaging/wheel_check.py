@@ -94,8 +94,15 @@ def build_wheel(scratch: Path) -> Path:
     (wheel,) = scratch.glob("kvstored-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
-    assert tops == {"kvstore", "kvstore_client", "kvstored"}, f"unexpected at the top of the wheel: {sorted(tops)}"
-    for needed in ("kvstore_client/py.typed", "kvstored/v1/kvstore_pb2.py", "kvstored/v1/kvstore_pb2.pyi"):
+    assert tops == {"kvstore", "kvstore_client", "kvstored", "kvstored_cuda"}, (
+        f"unexpected at the top of the wheel: {sorted(tops)}"
+    )
+    for needed in (
+        "kvstore_client/py.typed",
+        "kvstored_cuda/paged.cu",
+        "kvstored/v1/kvstore_pb2.py",
+        "kvstored/v1/kvstore_pb2.pyi",
+    ):
         assert needed in names, f"{needed} is missing from the wheel"
     assert any(name.endswith("licenses/LICENSE") for name in names), "the licence is missing from the wheel"
     say(f"  {wheel.name}, {wheel.stat().st_size / 1024:.0f} KiB, {len(names)} files")
