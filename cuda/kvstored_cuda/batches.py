@@ -5,10 +5,11 @@ written is written twice, no slot lies in the engine's memory. That an address i
 the caller's to know.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -53,10 +54,11 @@ class Batch:
         return len(self.slots) * self.num_layers * self.layout.layer_bytes
 
 
-class Copies(Protocol):
-    """What KernelCopies and TwinCopies both are, for whoever takes either; the errors are `check_batch`'s."""
+class Copies(ABC):
+    """The copies between one engine's paged KV cache and slots; how they are made is the kernels' or their twin's."""
 
-    layout: PagedLayout
+    def __init__(self, layout: PagedLayout) -> None:
+        self.layout = layout
 
     def gather(
         self,
@@ -65,11 +67,22 @@ class Copies(Protocol):
         *,
         slot_bytes: int,
         layers: range | None = None,
-        stream: Any,
+        stream: Any = None,
         multiprocessors: int | None = None,
     ) -> int:
-        """From the engine's pages into slots; answers how many launches that were."""
-        ...
+        """Queues copies from the engine's pages into slots; answers how many launches that were.
+
+        `pages`: page ids, `pages_per_slot` for each slot. `slots`: the address of each, always of its layer 0.
+        `slot_bytes`: the block size of the namespace. `layers`: only these. `stream`: torch's, cupy's, or its address;
+        the twin does without. `multiprocessors`: of the device, how many may be kept busy; a few fill the bus to the
+        host.
+
+        Raises InvalidArgument, with nothing queued: a page out of range, slots that overlap, sizes that do not fit
+        (all of it in `check_batch`). DeviceLost and its like where CUDA refuses the launch; earlier launches of the
+        call may run then.
+        """
+        batch = check_batch(self.layout, Way.GATHER, pages, slots, slot_bytes=slot_bytes, layers=layers)
+        return self._queue(batch, stream, multiprocessors)
 
     def scatter(
         self,
@@ -78,11 +91,19 @@ class Copies(Protocol):
         *,
         slot_bytes: int,
         layers: range | None = None,
-        stream: Any,
+        stream: Any = None,
         multiprocessors: int | None = None,
     ) -> int:
-        """From slots into the engine's pages; answers how many launches that were."""
-        ...
+        """Queues copies from slots into the engine's pages; arguments and errors as for `gather`.
+
+        A page named twice is refused: which slot it had in the end would be chance.
+        """
+        batch = check_batch(self.layout, Way.SCATTER, pages, slots, slot_bytes=slot_bytes, layers=layers)
+        return self._queue(batch, stream, multiprocessors)
+
+    @abstractmethod
+    def _queue(self, batch: Batch, stream: Any, multiprocessors: int | None) -> int:
+        """What was checked; answers how many launches it was."""
 
 
 def check_batch(

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvstored.v1.errors import FailedPrecondition, InvalidArgument
-from kvstored_cuda.batches import Batch, Numbers, Way, check_batch
+from kvstored_cuda.batches import Batch, Copies
 from kvstored_cuda.devices.errors import DeviceError, NoDevice, from_code
 from kvstored_cuda.layouts import PagedLayout, whole
 from kvstored_cuda.plans import LARGE_ENTRIES, SMALL_ENTRIES, kernel_names, launches, plane_table
@@ -65,7 +65,7 @@ def stream_address(stream: Any) -> int:
     raise InvalidArgument(f"a {type(stream).__name__} is not a stream, nor the address of one")
 
 
-class KernelCopies:
+class KernelCopies(Copies):
     """The copies between one engine's paged KV cache and slots, on one device.
 
     Slots are addresses that this device can reach: of its own memory, of memory opened by CUDA IPC, or of host memory
@@ -84,7 +84,8 @@ class KernelCopies:
         InvalidArgument for a device that is not there and for addresses that are not its own, and what
         `devices.errors` has for the codes of CUDA.
         """
-        self.layout, self.device = layout, device
+        super().__init__(layout)
+        self.device = device
         self._cupy = cupy = load_cupy()
         runtime = cupy.cuda.runtime
         if isinstance(device, bool) or not isinstance(device, int) or not 0 <= device < runtime.getDeviceCount():
@@ -105,47 +106,7 @@ class KernelCopies:
         except RuntimeError as e:  # what cupy raises for CUDA is one
             raise failure(e, f"preparing copies on device {device}") from e
 
-    def gather(
-        self,
-        pages: Numbers,
-        slots: Numbers,
-        *,
-        slot_bytes: int,
-        layers: range | None = None,
-        stream: Any,
-        multiprocessors: int | None = None,
-    ) -> int:
-        """Queues copies from the engine's pages into slots; answers how many launches that were.
-
-        `pages`: page ids, `pages_per_slot` for each slot. `slots`: the address of each, always of its layer 0.
-        `slot_bytes`: the block size of the namespace. `layers`: only these. `stream`: torch's, cupy's, or its address.
-        `multiprocessors`: of the device, how many may be kept busy; a few fill the bus to the host.
-
-        Raises InvalidArgument, with nothing queued: a page out of range, slots that overlap, sizes that do not fit
-        (all of it in `check_batch`). DeviceLost and its like where CUDA refuses the launch; earlier launches of the
-        call may run then.
-        """
-        batch = check_batch(self.layout, Way.GATHER, pages, slots, slot_bytes=slot_bytes, layers=layers)
-        return self._launch(batch, stream, multiprocessors)
-
-    def scatter(
-        self,
-        pages: Numbers,
-        slots: Numbers,
-        *,
-        slot_bytes: int,
-        layers: range | None = None,
-        stream: Any,
-        multiprocessors: int | None = None,
-    ) -> int:
-        """Queues copies from slots into the engine's pages; arguments and errors as for `gather`.
-
-        A page named twice is refused: which slot it had in the end would be chance.
-        """
-        batch = check_batch(self.layout, Way.SCATTER, pages, slots, slot_bytes=slot_bytes, layers=layers)
-        return self._launch(batch, stream, multiprocessors)
-
-    def _launch(self, batch: Batch, stream: Any, multiprocessors: int | None) -> int:
+    def _queue(self, batch: Batch, stream: Any, multiprocessors: int | None) -> int:
         on = SimpleNamespace(ptr=stream_address(stream))  # all that cupy asks of a stream
         busy = self.multiprocessors
         if multiprocessors is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstored_cuda.batches import Batch, Numbers, Way, check_batch
+from kvstored_cuda.batches import Batch, Copies, Way
 from kvstored_cuda.layouts import PagedLayout, SlotOrder
 
 Bytes = npt.NDArray[np.uint8]
@@ -61,45 +61,14 @@ def copy(batch: Batch) -> None:
                     engine[pages] = place
 
 
-class TwinCopies:
-    """As KernelCopies, for an engine whose memory is this process's own (a HostDevice's, or an engine on the CPU)."""
+class TwinCopies(Copies):
+    """As KernelCopies, for an engine whose memory is this process's own (a HostDevice's, or an engine on the CPU).
 
-    def __init__(self, layout: PagedLayout) -> None:
-        self.layout = layout
+    Where the stream takes jobs (`enqueue`, a HostDevice's), a copy is one; else it is done on return. Answers 1 launch,
+    or 0 for no slots. `multiprocessors` means nothing here.
+    """
 
-    def gather(
-        self,
-        pages: Numbers,
-        slots: Numbers,
-        *,
-        slot_bytes: int,
-        layers: range | None = None,
-        stream: Any = None,
-        multiprocessors: int | None = None,
-    ) -> int:
-        """From pages into slots; arguments and errors are those of KernelCopies.gather.
-
-        Where the stream takes jobs (`enqueue`, a HostDevice's), the copy is one; else it is done on return. Answers 1,
-        or 0 for no slots. `multiprocessors` means nothing here.
-        """
-        batch = check_batch(self.layout, Way.GATHER, pages, slots, slot_bytes=slot_bytes, layers=layers)
-        return self._copy(batch, stream)
-
-    def scatter(
-        self,
-        pages: Numbers,
-        slots: Numbers,
-        *,
-        slot_bytes: int,
-        layers: range | None = None,
-        stream: Any = None,
-        multiprocessors: int | None = None,
-    ) -> int:
-        """From slots into pages; arguments and errors are those of KernelCopies.scatter, the rest as `gather`."""
-        batch = check_batch(self.layout, Way.SCATTER, pages, slots, slot_bytes=slot_bytes, layers=layers)
-        return self._copy(batch, stream)
-
-    def _copy(self, batch: Batch, stream: Any) -> int:
+    def _queue(self, batch: Batch, stream: Any, multiprocessors: int | None) -> int:
         if not len(batch):
             return 0
         enqueue = getattr(stream, "enqueue", None)
