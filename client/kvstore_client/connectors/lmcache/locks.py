@@ -108,9 +108,11 @@ class Locks:
         until = time.monotonic() - LOCK_S
         with self._state:
             self._timer = None
-            for old in [lock for lock in self._held if lock.since <= until]:
-                self._forget(old)
-            self._watch()
+            try:
+                for old in [lock for lock in self._held if lock.since <= until]:
+                    self._forget(old)
+            finally:
+                self._watch()  # of those that are left, also if one could not be let go of
 
     def _forget(self, old: _Lock) -> None:
         del self._held[old]
