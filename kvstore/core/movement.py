@@ -332,15 +332,22 @@ class Movement:
         elif error:
             self.link.trouble = error
 
-    def made(self, segment: int, error: str) -> None:
-        """The report of a MakeSegment: a file is there, or could not be made."""
+    def made(self, segment: int, error: str, unwell: bool = False) -> None:
+        """The report of a MakeSegment: a file is there, or could not be made.
+
+        Where it could not, blocks go for new ones, except on a disk that is `unwell`: one that fails at this is
+        tried as after any other error, and loses nothing that it has.
+        """
         segments = self.link.disk.segments
         if segment not in segments.making:
             return  # given up with its directory
-        self.link.no_file = error
-        segments.none_made = bool(error)
+        limited = error if not unwell else ""
+        self.link.no_file = limited
+        segments.none_made = bool(limited)
         if error:
-            segments.failed(segment)
+            segments.failed(segment, starved=not unwell)
+            if unwell:
+                self.link.go_out_of_use(f"making a file: {error}")
         else:
             segments.made(segment)
         self.writes.room_came()

@@ -224,11 +224,14 @@ class SegmentTable:
         """Numbers up to this one are of segments that may still be there."""
         self._last_id = max(self._last_id, below)
 
-    def failed(self, segment: int) -> None:
-        """A `MakeSegment` job found no memory: its bytes stay out of use until somebody asks again."""
+    def failed(self, segment: int, *, starved: bool = True) -> None:
+        """A `MakeSegment` job found no memory: its bytes stay out of use until somebody asks again.
+
+        While they are `starved`, pools make do with what they have as they ask.
+        """
         self.spare_bytes += self.making.pop(segment)
         self.making_for.pop(segment, None)
-        self.starved = True
+        self.starved = starved
 
     def size_for(self, block_bytes: int) -> int:
         """Size of a segment that a block of this size fits in."""

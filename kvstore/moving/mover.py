@@ -27,6 +27,7 @@ from kvstore.moving.space import Space
 from kvstore.moving.uses import Uses
 from kvstore.tiers.slab import Slab
 from kvstore.tiers.ssd.directory import SsdDirectory
+from kvstore.tiers.ssd.faults import is_of_files
 from kvstore.tiers.ssd.jobs import (
     Described,
     Drop,
@@ -146,7 +147,7 @@ class Mover:
                 case Probed():
                     movement.probed(outcome.error)
                 case Made():
-                    movement.made(outcome.segment, outcome.error)
+                    movement.made(outcome.segment, outcome.error, unwell=not is_of_files(outcome.error))
                     if outcome.error:
                         # Its row may be there, or its file: nobody knows before removing it has been tried.
                         self.drops.failed(outcome.segment, "", time.monotonic())

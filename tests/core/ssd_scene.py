@@ -25,6 +25,8 @@ from tests.core.scene import key_of
 
 PAGE = PAGE_BYTES
 IN_SEGMENT = 4
+UNWELL = "input/output error"
+"""Of a file that could not be made, by a fault of the disk and not for want of room."""
 
 
 def checksum_of(key: bytes) -> int:
@@ -275,7 +277,7 @@ class Node:
         elif isinstance(job, MakeSegment):
             if not error:
                 self.disk.files[job.segment] = job.size_bytes
-            moving.made(job.segment, error)
+            moving.made(job.segment, error, unwell=error == UNWELL)
         elif isinstance(job, DropSegment):
             del self.disk.files[job.segment]
 

@@ -1,9 +1,12 @@
 """What movement keeps stays bounded, and what waits for the SSD to be opened is not lost."""
 
+import pytest
+
 from kvstore.core.link import OPENING
 from kvstore.core.loads import DEADLINES_SPARE
+from kvstore.core.segments import MakeSegment
 from tests.core.scene import chain
-from tests.core.ssd_scene import Node
+from tests.core.ssd_scene import UNWELL, Node
 
 
 def test_tickets_that_ended_long_before_their_deadline_are_not_kept_until_then() -> None:
@@ -53,6 +56,31 @@ def test_a_payload_that_files_do_not_bound_is_written_no_further_and_made_less()
     node.run()
     assert not node.moving.link.no_file
     assert len(node.disk.records) == 21, "what nobody waits for is written when there is room again"
+    node.check()
+
+
+@pytest.mark.parametrize(("error", "left"), [(UNWELL, 4), ("no room", 0)])
+def test_a_file_that_a_fault_of_the_disk_kept_from_being_made_costs_no_block_on_it(error: str, left: int) -> None:
+    """Found here: an input/output error was taken for a full disk, and blocks were evicted for those that failed."""
+    node = Node(memory_pages=64, disk_pages=32)
+    first, then = chain("a", 4), chain("b", 4)
+    node.put(first)
+    node.run()
+    node.put(then)
+    node.take()
+    (making,) = [n for n, job in enumerate(node.pending) if isinstance(job, MakeSegment)]
+    node.end(making, error)
+    node.run()
+    found = {key for _, key in node.disk.records}
+    assert len(found & set(first)) == left
+    assert bool(node.moving.link.trouble) == bool(left)
+    node.moving.link.trouble = ""  # as a probe that went well says
+    node.moving.tick(node.now, 0.0)
+    node.put(chain("c", 4))
+    node.run()
+    found = {key for _, key in node.disk.records}
+    assert len(found & set(first)) == left, "evicted while a file was being made"
+    assert len(found) == (12 if left else 4), "what was given up is written when the disk is well"
     node.check()
 
 

@@ -19,7 +19,7 @@ from kvstore.core.verify import Sweep, blocks_step
 from kvstored.v1.errors import ResourceExhausted
 from kvstored.v1.shm import SSD
 from tests.core.scene import chain
-from tests.core.ssd_scene import PAGE, Node
+from tests.core.ssd_scene import PAGE, UNWELL, Node
 
 CHAINS = {name: chain(name, 6) for name in "abc"}
 PICK = st.integers(0, 1 << 16)
@@ -218,7 +218,7 @@ class Movements(RuleBasedStateMachine):
 
     # -- workers and time
 
-    @rule(at=PICK, error=st.sampled_from(["", "", "", "", "input/output error"]))
+    @rule(at=PICK, error=st.sampled_from(["", "", "", "", UNWELL, "no room"]))
     def work(self, at: int, error: str) -> None:
         self.node.take()
         if self.node.pending:

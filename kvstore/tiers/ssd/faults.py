@@ -14,6 +14,10 @@ from pathlib import Path
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 NO_RIGHT = (errno.EACCES, errno.EPERM)
+NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
+OF_FILES = (*NO_ROOM, *NO_RIGHT, *NO_DESCRIPTOR, errno.EROFS, errno.EFBIG, errno.EOPNOTSUPP)
+"""What may be wrong with a new file while those that are there can be read and written."""
+
 STALL_WORDS, CORRUPTION_WORDS, MACHINE_WORDS = "Write stall", "Corruption", "IO error"
 """How RocksDB names these: db/db_impl/db_impl_write.cc, util/status.cc."""
 
@@ -41,6 +45,11 @@ def is_no_room(error: Exception) -> bool:
     return _is_one_of(error, NO_ROOM)
 
 
+def is_of_files(text: str) -> bool:
+    """Whether no file can be made or grow, and the disk is well for all that."""
+    return any(os.strerror(number) in text for number in OF_FILES)
+
+
 def is_gone(text: str) -> bool:
     """Whether it is about a file that is not there."""
     return os.strerror(errno.ENOENT) in text
@@ -66,7 +75,7 @@ def with_next_step(error: BaseException, path: Path) -> str:
         step = f"check owner and mode of {path} and of what is in it (ls -lR, lsattr -R)"
     elif _is_one_of(error, (errno.EROFS,)):
         step = f"the file system of {path} is to be mounted for writing: dmesg says why it is not"
-    elif _is_one_of(error, (errno.EMFILE, errno.ENFILE)):
+    elif _is_one_of(error, NO_DESCRIPTOR):
         step = "raise the daemon's limit of open files (LimitNOFILE=)"
     return text if not step or step in text else f"{text}; {step}"
 
