@@ -343,10 +343,8 @@ class Node:
 
     # -- the truth
 
-    def check(self) -> None:
-        """Everything against everything."""
-        self.memory.check()
-        self.store.check()
+    def truth(self) -> dict[tuple[int, bytes], tuple[int, int]]:
+        """Tenant and key of every block -> its slot in memory (0: none there), and which tiers have it."""
         link = self.moving.link
         seen: dict[tuple[int, bytes], tuple[int, int]] = {}
         for tenant in self.memory.tenants.values():
@@ -364,6 +362,13 @@ class Node:
                 assert link.checksums[row] == checksum_of(key), "its checksum is kept wrong"
                 ref, flags = seen.get((here.id, key), (0, 0))
                 seen[here.id, key] = (ref, flags | SSD)
+        return seen
+
+    def check(self) -> None:
+        """Everything against everything."""
+        self.memory.check()
+        self.store.check()
+        link, seen = self.moving.link, self.truth()
         assert {name: (found[0], found[4]) for name, found in self.index.seen.items()} == seen, "readers see otherwise"
         reading = {loading.job.target for loading in self.moving.loads.loading.values() if loading.job}
         reading |= {job.target for job in self.late if isinstance(job, ReadBlock)}
