@@ -40,6 +40,8 @@ from kvstored.v1.stats_pb2 import PersistStats as PersistStats
 from kvstored.v1.stats_pb2 import SsdStats as SsdStats
 from kvstored.v1.stats_pb2 import QueueStats as QueueStats
 from kvstored.v1.stats_pb2 import MoveCounters as MoveCounters
+from kvstored.v1.stats_pb2 import GpuStats as GpuStats
+from kvstored.v1.stats_pb2 import GpuCounters as GpuCounters
 from kvstored.v1.stats_pb2 import Tier as Tier
 from kvstored.v1.stats_pb2 import Operation as Operation
 
@@ -119,14 +121,28 @@ class HelloRequest(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., client: _Optional[str] = ..., tenant: _Optional[str] = ..., read_only: bool = ..., resume: _Optional[_Union[Resume, _Mapping]] = ...) -> None: ...
 
 class Resume(_message.Message):
-    __slots__ = ("nonce", "leased", "granted")
+    __slots__ = ("nonce", "leased", "granted", "devices")
     NONCE_FIELD_NUMBER: _ClassVar[int]
     LEASED_FIELD_NUMBER: _ClassVar[int]
     GRANTED_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
     nonce: int
     leased: _containers.RepeatedScalarFieldContainer[int]
     granted: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, nonce: _Optional[int] = ..., leased: _Optional[_Iterable[int]] = ..., granted: _Optional[_Iterable[int]] = ...) -> None: ...
+    devices: _containers.RepeatedCompositeFieldContainer[DeviceUses]
+    def __init__(self, nonce: _Optional[int] = ..., leased: _Optional[_Iterable[int]] = ..., granted: _Optional[_Iterable[int]] = ..., devices: _Optional[_Iterable[_Union[DeviceUses, _Mapping]]] = ...) -> None: ...
+
+class DeviceUses(_message.Message):
+    __slots__ = ("device", "generation", "leased", "granted")
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    LEASED_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
+    device: str
+    generation: int
+    leased: _containers.RepeatedScalarFieldContainer[int]
+    granted: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, device: _Optional[str] = ..., generation: _Optional[int] = ..., leased: _Optional[_Iterable[int]] = ..., granted: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HelloReply(_message.Message):
     __slots__ = ("protocol", "nonce", "epoch", "version", "pid", "read_only", "read_only_reason", "tenant_bytes", "oldest_protocol", "resumed", "granted", "token")
@@ -526,8 +542,124 @@ class SyncReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class DevicesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DevicesReply(_message.Message):
+    __slots__ = ("devices", "exporter")
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    EXPORTER_FIELD_NUMBER: _ClassVar[int]
+    devices: _containers.RepeatedCompositeFieldContainer[Device]
+    exporter: bytes
+    def __init__(self, devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., exporter: _Optional[bytes] = ...) -> None: ...
+
+class Device(_message.Message):
+    __slots__ = ("uuid", "generation", "size_bytes", "page_bytes", "driver", "trouble")
+    UUID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DRIVER_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    uuid: str
+    generation: int
+    size_bytes: int
+    page_bytes: int
+    driver: int
+    trouble: str
+    def __init__(self, uuid: _Optional[str] = ..., generation: _Optional[int] = ..., size_bytes: _Optional[int] = ..., page_bytes: _Optional[int] = ..., driver: _Optional[int] = ..., trouble: _Optional[str] = ...) -> None: ...
+
+class DeviceRequest(_message.Message):
+    __slots__ = ("device", "generation", "segments", "reserve", "commit", "abort", "acquire", "release", "prefetch", "closed")
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    ACQUIRE_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    device: str
+    generation: int
+    segments: SegmentsRequest
+    reserve: ReserveRequest
+    commit: DeviceCommitRequest
+    abort: AbortRequest
+    acquire: AcquireRequest
+    release: ReleaseRequest
+    prefetch: PrefetchRequest
+    closed: DeviceClosedRequest
+    def __init__(self, device: _Optional[str] = ..., generation: _Optional[int] = ..., segments: _Optional[_Union[SegmentsRequest, _Mapping]] = ..., reserve: _Optional[_Union[ReserveRequest, _Mapping]] = ..., commit: _Optional[_Union[DeviceCommitRequest, _Mapping]] = ..., abort: _Optional[_Union[AbortRequest, _Mapping]] = ..., acquire: _Optional[_Union[AcquireRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., prefetch: _Optional[_Union[PrefetchRequest, _Mapping]] = ..., closed: _Optional[_Union[DeviceClosedRequest, _Mapping]] = ...) -> None: ...
+
+class DeviceReply(_message.Message):
+    __slots__ = ("segments", "reserve", "commit", "abort", "acquire", "release", "prefetch", "closed")
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    ACQUIRE_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    segments: DeviceSegmentsReply
+    reserve: ReserveReply
+    commit: CommitReply
+    abort: AbortReply
+    acquire: AcquireReply
+    release: ReleaseReply
+    prefetch: PrefetchReply
+    closed: DeviceClosedReply
+    def __init__(self, segments: _Optional[_Union[DeviceSegmentsReply, _Mapping]] = ..., reserve: _Optional[_Union[ReserveReply, _Mapping]] = ..., commit: _Optional[_Union[CommitReply, _Mapping]] = ..., abort: _Optional[_Union[AbortReply, _Mapping]] = ..., acquire: _Optional[_Union[AcquireReply, _Mapping]] = ..., release: _Optional[_Union[ReleaseReply, _Mapping]] = ..., prefetch: _Optional[_Union[PrefetchReply, _Mapping]] = ..., closed: _Optional[_Union[DeviceClosedReply, _Mapping]] = ...) -> None: ...
+
+class DeviceSegmentsReply(_message.Message):
+    __slots__ = ("segments",)
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    segments: _containers.RepeatedCompositeFieldContainer[DeviceSegment]
+    def __init__(self, segments: _Optional[_Iterable[_Union[DeviceSegment, _Mapping]]] = ...) -> None: ...
+
+class DeviceSegment(_message.Message):
+    __slots__ = ("id", "size_bytes", "handle")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    size_bytes: int
+    handle: bytes
+    def __init__(self, id: _Optional[int] = ..., size_bytes: _Optional[int] = ..., handle: _Optional[bytes] = ...) -> None: ...
+
+class DeviceCommitRequest(_message.Message):
+    __slots__ = ("commit", "event")
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    EVENT_FIELD_NUMBER: _ClassVar[int]
+    commit: CommitRequest
+    event: bytes
+    def __init__(self, commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., event: _Optional[bytes] = ...) -> None: ...
+
+class DeviceClosedRequest(_message.Message):
+    __slots__ = ("segments",)
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    segments: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, segments: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class DeviceClosedReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DeviceDetach(_message.Message):
+    __slots__ = ("device", "generation", "segments")
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    device: str
+    generation: int
+    segments: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, device: _Optional[str] = ..., generation: _Optional[int] = ..., segments: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class Request(_message.Message):
-    __slots__ = ("id", "hello", "index", "segments", "open_namespace", "reserve", "commit", "abort", "match", "acquire", "release", "touch", "remove", "pin", "unpin", "clear", "sync", "stats", "health", "inspect", "evict", "end_session", "load", "prefetch", "ticket", "flush", "verify")
+    __slots__ = ("id", "hello", "index", "segments", "open_namespace", "reserve", "commit", "abort", "match", "acquire", "release", "touch", "remove", "pin", "unpin", "clear", "sync", "stats", "health", "inspect", "evict", "end_session", "load", "prefetch", "ticket", "flush", "verify", "devices", "device")
     ID_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -555,6 +687,8 @@ class Request(_message.Message):
     TICKET_FIELD_NUMBER: _ClassVar[int]
     FLUSH_FIELD_NUMBER: _ClassVar[int]
     VERIFY_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
     id: int
     hello: HelloRequest
     index: IndexRequest
@@ -582,10 +716,12 @@ class Request(_message.Message):
     ticket: TicketRequest
     flush: _admin_pb2.FlushRequest
     verify: _admin_pb2.VerifyRequest
-    def __init__(self, id: _Optional[int] = ..., hello: _Optional[_Union[HelloRequest, _Mapping]] = ..., index: _Optional[_Union[IndexRequest, _Mapping]] = ..., segments: _Optional[_Union[SegmentsRequest, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceRequest, _Mapping]] = ..., reserve: _Optional[_Union[ReserveRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., abort: _Optional[_Union[AbortRequest, _Mapping]] = ..., match: _Optional[_Union[MatchRequest, _Mapping]] = ..., acquire: _Optional[_Union[AcquireRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., touch: _Optional[_Union[TouchRequest, _Mapping]] = ..., remove: _Optional[_Union[RemoveRequest, _Mapping]] = ..., pin: _Optional[_Union[PinRequest, _Mapping]] = ..., unpin: _Optional[_Union[UnpinRequest, _Mapping]] = ..., clear: _Optional[_Union[ClearRequest, _Mapping]] = ..., sync: _Optional[_Union[SyncRequest, _Mapping]] = ..., stats: _Optional[_Union[_stats_pb2.StatsRequest, _Mapping]] = ..., health: _Optional[_Union[_stats_pb2.HealthRequest, _Mapping]] = ..., inspect: _Optional[_Union[_admin_pb2.InspectRequest, _Mapping]] = ..., evict: _Optional[_Union[_admin_pb2.EvictRequest, _Mapping]] = ..., end_session: _Optional[_Union[_admin_pb2.EndSessionRequest, _Mapping]] = ..., load: _Optional[_Union[LoadRequest, _Mapping]] = ..., prefetch: _Optional[_Union[PrefetchRequest, _Mapping]] = ..., ticket: _Optional[_Union[TicketRequest, _Mapping]] = ..., flush: _Optional[_Union[_admin_pb2.FlushRequest, _Mapping]] = ..., verify: _Optional[_Union[_admin_pb2.VerifyRequest, _Mapping]] = ...) -> None: ...
+    devices: DevicesRequest
+    device: DeviceRequest
+    def __init__(self, id: _Optional[int] = ..., hello: _Optional[_Union[HelloRequest, _Mapping]] = ..., index: _Optional[_Union[IndexRequest, _Mapping]] = ..., segments: _Optional[_Union[SegmentsRequest, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceRequest, _Mapping]] = ..., reserve: _Optional[_Union[ReserveRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., abort: _Optional[_Union[AbortRequest, _Mapping]] = ..., match: _Optional[_Union[MatchRequest, _Mapping]] = ..., acquire: _Optional[_Union[AcquireRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., touch: _Optional[_Union[TouchRequest, _Mapping]] = ..., remove: _Optional[_Union[RemoveRequest, _Mapping]] = ..., pin: _Optional[_Union[PinRequest, _Mapping]] = ..., unpin: _Optional[_Union[UnpinRequest, _Mapping]] = ..., clear: _Optional[_Union[ClearRequest, _Mapping]] = ..., sync: _Optional[_Union[SyncRequest, _Mapping]] = ..., stats: _Optional[_Union[_stats_pb2.StatsRequest, _Mapping]] = ..., health: _Optional[_Union[_stats_pb2.HealthRequest, _Mapping]] = ..., inspect: _Optional[_Union[_admin_pb2.InspectRequest, _Mapping]] = ..., evict: _Optional[_Union[_admin_pb2.EvictRequest, _Mapping]] = ..., end_session: _Optional[_Union[_admin_pb2.EndSessionRequest, _Mapping]] = ..., load: _Optional[_Union[LoadRequest, _Mapping]] = ..., prefetch: _Optional[_Union[PrefetchRequest, _Mapping]] = ..., ticket: _Optional[_Union[TicketRequest, _Mapping]] = ..., flush: _Optional[_Union[_admin_pb2.FlushRequest, _Mapping]] = ..., verify: _Optional[_Union[_admin_pb2.VerifyRequest, _Mapping]] = ..., devices: _Optional[_Union[DevicesRequest, _Mapping]] = ..., device: _Optional[_Union[DeviceRequest, _Mapping]] = ...) -> None: ...
 
 class Reply(_message.Message):
-    __slots__ = ("id", "error", "recall", "detach", "hello", "index", "segments", "open_namespace", "reserve", "commit", "abort", "match", "acquire", "release", "touch", "remove", "pin", "unpin", "clear", "sync", "stats", "health", "inspect", "evict", "end_session", "load", "prefetch", "ticket", "flush", "verify")
+    __slots__ = ("id", "error", "recall", "detach", "hello", "index", "segments", "open_namespace", "reserve", "commit", "abort", "match", "acquire", "release", "touch", "remove", "pin", "unpin", "clear", "sync", "stats", "health", "inspect", "evict", "end_session", "load", "prefetch", "ticket", "flush", "verify", "devices", "device", "detach_devices")
     ID_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     RECALL_FIELD_NUMBER: _ClassVar[int]
@@ -616,6 +752,9 @@ class Reply(_message.Message):
     TICKET_FIELD_NUMBER: _ClassVar[int]
     FLUSH_FIELD_NUMBER: _ClassVar[int]
     VERIFY_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    DETACH_DEVICES_FIELD_NUMBER: _ClassVar[int]
     id: int
     error: Error
     recall: bool
@@ -646,7 +785,10 @@ class Reply(_message.Message):
     ticket: TicketReply
     flush: _admin_pb2.FlushReply
     verify: _admin_pb2.VerifyReply
-    def __init__(self, id: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., recall: bool = ..., detach: _Optional[_Iterable[int]] = ..., hello: _Optional[_Union[HelloReply, _Mapping]] = ..., index: _Optional[_Union[IndexReply, _Mapping]] = ..., segments: _Optional[_Union[SegmentsReply, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceReply, _Mapping]] = ..., reserve: _Optional[_Union[ReserveReply, _Mapping]] = ..., commit: _Optional[_Union[CommitReply, _Mapping]] = ..., abort: _Optional[_Union[AbortReply, _Mapping]] = ..., match: _Optional[_Union[MatchReply, _Mapping]] = ..., acquire: _Optional[_Union[AcquireReply, _Mapping]] = ..., release: _Optional[_Union[ReleaseReply, _Mapping]] = ..., touch: _Optional[_Union[TouchReply, _Mapping]] = ..., remove: _Optional[_Union[RemoveReply, _Mapping]] = ..., pin: _Optional[_Union[PinReply, _Mapping]] = ..., unpin: _Optional[_Union[UnpinReply, _Mapping]] = ..., clear: _Optional[_Union[ClearReply, _Mapping]] = ..., sync: _Optional[_Union[SyncReply, _Mapping]] = ..., stats: _Optional[_Union[_stats_pb2.StatsReply, _Mapping]] = ..., health: _Optional[_Union[_stats_pb2.HealthReply, _Mapping]] = ..., inspect: _Optional[_Union[_admin_pb2.InspectReply, _Mapping]] = ..., evict: _Optional[_Union[_admin_pb2.EvictReply, _Mapping]] = ..., end_session: _Optional[_Union[_admin_pb2.EndSessionReply, _Mapping]] = ..., load: _Optional[_Union[LoadReply, _Mapping]] = ..., prefetch: _Optional[_Union[PrefetchReply, _Mapping]] = ..., ticket: _Optional[_Union[TicketReply, _Mapping]] = ..., flush: _Optional[_Union[_admin_pb2.FlushReply, _Mapping]] = ..., verify: _Optional[_Union[_admin_pb2.VerifyReply, _Mapping]] = ...) -> None: ...
+    devices: DevicesReply
+    device: DeviceReply
+    detach_devices: _containers.RepeatedCompositeFieldContainer[DeviceDetach]
+    def __init__(self, id: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., recall: bool = ..., detach: _Optional[_Iterable[int]] = ..., hello: _Optional[_Union[HelloReply, _Mapping]] = ..., index: _Optional[_Union[IndexReply, _Mapping]] = ..., segments: _Optional[_Union[SegmentsReply, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceReply, _Mapping]] = ..., reserve: _Optional[_Union[ReserveReply, _Mapping]] = ..., commit: _Optional[_Union[CommitReply, _Mapping]] = ..., abort: _Optional[_Union[AbortReply, _Mapping]] = ..., match: _Optional[_Union[MatchReply, _Mapping]] = ..., acquire: _Optional[_Union[AcquireReply, _Mapping]] = ..., release: _Optional[_Union[ReleaseReply, _Mapping]] = ..., touch: _Optional[_Union[TouchReply, _Mapping]] = ..., remove: _Optional[_Union[RemoveReply, _Mapping]] = ..., pin: _Optional[_Union[PinReply, _Mapping]] = ..., unpin: _Optional[_Union[UnpinReply, _Mapping]] = ..., clear: _Optional[_Union[ClearReply, _Mapping]] = ..., sync: _Optional[_Union[SyncReply, _Mapping]] = ..., stats: _Optional[_Union[_stats_pb2.StatsReply, _Mapping]] = ..., health: _Optional[_Union[_stats_pb2.HealthReply, _Mapping]] = ..., inspect: _Optional[_Union[_admin_pb2.InspectReply, _Mapping]] = ..., evict: _Optional[_Union[_admin_pb2.EvictReply, _Mapping]] = ..., end_session: _Optional[_Union[_admin_pb2.EndSessionReply, _Mapping]] = ..., load: _Optional[_Union[LoadReply, _Mapping]] = ..., prefetch: _Optional[_Union[PrefetchReply, _Mapping]] = ..., ticket: _Optional[_Union[TicketReply, _Mapping]] = ..., flush: _Optional[_Union[_admin_pb2.FlushReply, _Mapping]] = ..., verify: _Optional[_Union[_admin_pb2.VerifyReply, _Mapping]] = ..., devices: _Optional[_Union[DevicesReply, _Mapping]] = ..., device: _Optional[_Union[DeviceReply, _Mapping]] = ..., detach_devices: _Optional[_Iterable[_Union[DeviceDetach, _Mapping]]] = ...) -> None: ...
 
 class PutHeader(_message.Message):
     __slots__ = ("namespace_id", "keys", "parents", "depths", "hint", "durable")

@@ -156,6 +156,16 @@ class KVStoreStub(object):
                 request_serializer=kvstored_dot_v1_dot_admin__pb2.VerifyRequest.SerializeToString,
                 response_deserializer=kvstored_dot_v1_dot_admin__pb2.VerifyReply.FromString,
                 _registered_method=True)
+        self.Devices = channel.unary_unary(
+                '/kvstored.v1.KVStore/Devices',
+                request_serializer=kvstored_dot_v1_dot_kvstore__pb2.DevicesRequest.SerializeToString,
+                response_deserializer=kvstored_dot_v1_dot_kvstore__pb2.DevicesReply.FromString,
+                _registered_method=True)
+        self.Device = channel.unary_unary(
+                '/kvstored.v1.KVStore/Device',
+                request_serializer=kvstored_dot_v1_dot_kvstore__pb2.DeviceRequest.SerializeToString,
+                response_deserializer=kvstored_dot_v1_dot_kvstore__pb2.DeviceReply.FromString,
+                _registered_method=True)
 
 
 class KVStoreServicer(object):
@@ -305,6 +315,18 @@ class KVStoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Devices(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Device(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KVStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -427,6 +449,16 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.Verify,
                     request_deserializer=kvstored_dot_v1_dot_admin__pb2.VerifyRequest.FromString,
                     response_serializer=kvstored_dot_v1_dot_admin__pb2.VerifyReply.SerializeToString,
+            ),
+            'Devices': grpc.unary_unary_rpc_method_handler(
+                    servicer.Devices,
+                    request_deserializer=kvstored_dot_v1_dot_kvstore__pb2.DevicesRequest.FromString,
+                    response_serializer=kvstored_dot_v1_dot_kvstore__pb2.DevicesReply.SerializeToString,
+            ),
+            'Device': grpc.unary_unary_rpc_method_handler(
+                    servicer.Device,
+                    request_deserializer=kvstored_dot_v1_dot_kvstore__pb2.DeviceRequest.FromString,
+                    response_serializer=kvstored_dot_v1_dot_kvstore__pb2.DeviceReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1077,6 +1109,60 @@ class KVStore(object):
             '/kvstored.v1.KVStore/Verify',
             kvstored_dot_v1_dot_admin__pb2.VerifyRequest.SerializeToString,
             kvstored_dot_v1_dot_admin__pb2.VerifyReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Devices(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstored.v1.KVStore/Devices',
+            kvstored_dot_v1_dot_kvstore__pb2.DevicesRequest.SerializeToString,
+            kvstored_dot_v1_dot_kvstore__pb2.DevicesReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Device(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstored.v1.KVStore/Device',
+            kvstored_dot_v1_dot_kvstore__pb2.DeviceRequest.SerializeToString,
+            kvstored_dot_v1_dot_kvstore__pb2.DeviceReply.FromString,
             options,
             channel_credentials,
             insecure,

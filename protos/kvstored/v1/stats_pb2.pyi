@@ -38,7 +38,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("daemon", "host", "pools", "sessions", "counters", "indexes", "loops", "namespaces", "operations", "calls", "ssd", "persist")
+    __slots__ = ("daemon", "host", "pools", "sessions", "counters", "indexes", "loops", "namespaces", "operations", "calls", "ssd", "persist", "gpus", "gpus_off")
     DAEMON_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     POOLS_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +51,8 @@ class StatsReply(_message.Message):
     CALLS_FIELD_NUMBER: _ClassVar[int]
     SSD_FIELD_NUMBER: _ClassVar[int]
     PERSIST_FIELD_NUMBER: _ClassVar[int]
+    GPUS_FIELD_NUMBER: _ClassVar[int]
+    GPUS_OFF_FIELD_NUMBER: _ClassVar[int]
     daemon: DaemonStats
     host: HostStats
     pools: _containers.RepeatedCompositeFieldContainer[PoolStats]
@@ -63,7 +65,9 @@ class StatsReply(_message.Message):
     calls: _containers.RepeatedCompositeFieldContainer[CallStats]
     ssd: SsdStats
     persist: PersistStats
-    def __init__(self, daemon: _Optional[_Union[DaemonStats, _Mapping]] = ..., host: _Optional[_Union[HostStats, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[PoolStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., indexes: _Optional[_Iterable[_Union[IndexStats, _Mapping]]] = ..., loops: _Optional[_Iterable[_Union[LoopStats, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., operations: _Optional[_Iterable[_Union[OperationStats, _Mapping]]] = ..., calls: _Optional[_Iterable[_Union[CallStats, _Mapping]]] = ..., ssd: _Optional[_Union[SsdStats, _Mapping]] = ..., persist: _Optional[_Union[PersistStats, _Mapping]] = ...) -> None: ...
+    gpus: _containers.RepeatedCompositeFieldContainer[GpuStats]
+    gpus_off: str
+    def __init__(self, daemon: _Optional[_Union[DaemonStats, _Mapping]] = ..., host: _Optional[_Union[HostStats, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[PoolStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., indexes: _Optional[_Iterable[_Union[IndexStats, _Mapping]]] = ..., loops: _Optional[_Iterable[_Union[LoopStats, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., operations: _Optional[_Iterable[_Union[OperationStats, _Mapping]]] = ..., calls: _Optional[_Iterable[_Union[CallStats, _Mapping]]] = ..., ssd: _Optional[_Union[SsdStats, _Mapping]] = ..., persist: _Optional[_Union[PersistStats, _Mapping]] = ..., gpus: _Optional[_Iterable[_Union[GpuStats, _Mapping]]] = ..., gpus_off: _Optional[str] = ...) -> None: ...
 
 class DaemonStats(_message.Message):
     __slots__ = ("version", "pid", "epoch", "uptime_s", "socket", "grpc", "healthy", "problems", "rss_anon_bytes", "http", "open_descriptors", "internal_errors", "log_lines_dropped", "degraded")
@@ -462,3 +466,95 @@ class MoveCounters(_message.Message):
     offloaded: int
     lost: int
     def __init__(self, written: _Optional[int] = ..., written_bytes: _Optional[int] = ..., write_errors: _Optional[int] = ..., writes_dropped: _Optional[int] = ..., loaded: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., loads_failed: _Optional[int] = ..., read_errors: _Optional[int] = ..., corrupt: _Optional[int] = ..., troubles: _Optional[int] = ..., offloaded: _Optional[int] = ..., lost: _Optional[int] = ...) -> None: ...
+
+class GpuStats(_message.Message):
+    __slots__ = ("uuid", "name", "trouble", "no_memory", "size_bytes", "segments", "blocks", "used_bytes", "granted", "leased", "quarantined", "draining_bytes", "copying", "commits_pending", "tickets", "page_locked_bytes", "not_page_locked", "calls_hanging", "counters", "generation", "handle_kind")
+    UUID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    NO_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
+    LEASED_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COPYING_FIELD_NUMBER: _ClassVar[int]
+    COMMITS_PENDING_FIELD_NUMBER: _ClassVar[int]
+    TICKETS_FIELD_NUMBER: _ClassVar[int]
+    PAGE_LOCKED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NOT_PAGE_LOCKED_FIELD_NUMBER: _ClassVar[int]
+    CALLS_HANGING_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_KIND_FIELD_NUMBER: _ClassVar[int]
+    uuid: str
+    name: str
+    trouble: str
+    no_memory: str
+    size_bytes: int
+    segments: int
+    blocks: int
+    used_bytes: int
+    granted: int
+    leased: int
+    quarantined: int
+    draining_bytes: int
+    copying: int
+    commits_pending: int
+    tickets: int
+    page_locked_bytes: int
+    not_page_locked: str
+    calls_hanging: int
+    counters: GpuCounters
+    generation: int
+    handle_kind: str
+    def __init__(self, uuid: _Optional[str] = ..., name: _Optional[str] = ..., trouble: _Optional[str] = ..., no_memory: _Optional[str] = ..., size_bytes: _Optional[int] = ..., segments: _Optional[int] = ..., blocks: _Optional[int] = ..., used_bytes: _Optional[int] = ..., granted: _Optional[int] = ..., leased: _Optional[int] = ..., quarantined: _Optional[int] = ..., draining_bytes: _Optional[int] = ..., copying: _Optional[int] = ..., commits_pending: _Optional[int] = ..., tickets: _Optional[int] = ..., page_locked_bytes: _Optional[int] = ..., not_page_locked: _Optional[str] = ..., calls_hanging: _Optional[int] = ..., counters: _Optional[_Union[GpuCounters, _Mapping]] = ..., generation: _Optional[int] = ..., handle_kind: _Optional[str] = ...) -> None: ...
+
+class GpuCounters(_message.Message):
+    __slots__ = ("committed", "committed_bytes", "commits_failed", "events_failed", "events_late", "removed_pending", "copied_up", "bytes_up", "up_failed", "copied_down", "bytes_down", "down_failed", "down_dropped", "copies_vain", "evicted_only", "losses", "lost", "left_behind", "out_of_memory", "quiet_asked", "evicted")
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COMMITS_FAILED_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FAILED_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_LATE_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_PENDING_FIELD_NUMBER: _ClassVar[int]
+    COPIED_UP_FIELD_NUMBER: _ClassVar[int]
+    BYTES_UP_FIELD_NUMBER: _ClassVar[int]
+    UP_FAILED_FIELD_NUMBER: _ClassVar[int]
+    COPIED_DOWN_FIELD_NUMBER: _ClassVar[int]
+    BYTES_DOWN_FIELD_NUMBER: _ClassVar[int]
+    DOWN_FAILED_FIELD_NUMBER: _ClassVar[int]
+    DOWN_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    COPIES_VAIN_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_ONLY_FIELD_NUMBER: _ClassVar[int]
+    LOSSES_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    LEFT_BEHIND_FIELD_NUMBER: _ClassVar[int]
+    OUT_OF_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    QUIET_ASKED_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    committed: int
+    committed_bytes: int
+    commits_failed: int
+    events_failed: int
+    events_late: int
+    removed_pending: int
+    copied_up: int
+    bytes_up: int
+    up_failed: int
+    copied_down: int
+    bytes_down: int
+    down_failed: int
+    down_dropped: int
+    copies_vain: int
+    evicted_only: int
+    losses: int
+    lost: int
+    left_behind: int
+    out_of_memory: int
+    quiet_asked: int
+    evicted: int
+    def __init__(self, committed: _Optional[int] = ..., committed_bytes: _Optional[int] = ..., commits_failed: _Optional[int] = ..., events_failed: _Optional[int] = ..., events_late: _Optional[int] = ..., removed_pending: _Optional[int] = ..., copied_up: _Optional[int] = ..., bytes_up: _Optional[int] = ..., up_failed: _Optional[int] = ..., copied_down: _Optional[int] = ..., bytes_down: _Optional[int] = ..., down_failed: _Optional[int] = ..., down_dropped: _Optional[int] = ..., copies_vain: _Optional[int] = ..., evicted_only: _Optional[int] = ..., losses: _Optional[int] = ..., lost: _Optional[int] = ..., left_behind: _Optional[int] = ..., out_of_memory: _Optional[int] = ..., quiet_asked: _Optional[int] = ..., evicted: _Optional[int] = ...) -> None: ...
