@@ -18,7 +18,7 @@ NODE_CLIENT := tests/node/node_modules/.stamp
 CHECKED := $(foreach d,kvstore client/kvstore_client client/demo protos/kvstored cuda/kvstored_cuda tests bench,\
 	$(if $(shell find $(d) -name '*.py' -print -quit 2>/dev/null),$(d)))
 
-.PHONY: help install check lint format test test-engines demo bench bench-peers bench-ttft protos wheel-check clean
+.PHONY: help install check lint format test test-engines demo bench bench-peers bench-ttft gpu-check gpu-wheels protos wheel-check clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -57,11 +57,19 @@ bench-peers: .venv/.stamp-dev  ## other stores beside ours, each installed in .v
 bench-ttft: .venv-engines/.stamp  ## the first token of vLLM with our store, with others and without; ARGS=--help says more
 	.venv-engines/bin/python -m bench.ttft $(ARGS)
 
+gpu-check:  ## on a machine with a GPU: tests, IPC, page-locking, speeds, first tokens; eight minutes, in .venv-gpu/
+	bench/gpu/run.sh $(ARGS)
+
+gpu-wheels: .venv/.stamp-venv  ## .gpu-wheels/ for a machine with a GPU that reaches no package index (Python 3.12)
+	$(PIP) wheel -qq --no-deps -w .gpu-wheels .
+	$(PIP) download -qq -d .gpu-wheels --only-binary=:all: --python-version 3.12 --implementation cp \
+		--platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 -r bench/gpu/requirements.txt
+
 protos: .venv/.stamp-dev  ## generate the Python code of the contract again
 	$(PY) -m grpc_tools.protoc -I protos --python_out=protos --pyi_out=protos --grpc_python_out=protos \
 		$(GENERATED)/kvstore.proto
 	$(PY) -m grpc_tools.protoc -I protos --python_out=protos --pyi_out=protos \
-		$(GENERATED)/stats.proto $(GENERATED)/admin.proto
+		$(GENERATED)/stats.proto $(GENERATED)/admin.proto $(GENERATED)/blocks.proto
 
 wheel-check: .venv/.stamp-dev  ## build the wheel and try it in three fresh environments
 	$(PY) tests/packaging/wheel_check.py

@@ -1,7 +1,8 @@
 """`python -m bench.report`: the tables of bench/README.md and the plot, from the newest results in bench/results/.
 
-A result is one JSON file: of `make bench` (kind "kvstored"), of `make bench-peers` (kind "peers")
-or of `make bench-ttft` (kind "ttft"). The same files give the same text, so what is committed can be checked.
+A result is one JSON file: of `make bench` (kind "kvstored"), of `make bench-peers` (kind "peers"),
+of `make bench-ttft` (kind "ttft") or of `make gpu-check` (kind "gpu"). The same files give the same text,
+so what is committed can be checked.
 """
 
 import json
@@ -52,6 +53,9 @@ def renew() -> None:
         text = between(text, "figures", "\n".join(figure_lines(figures)))
     if first_tokens is not None:
         text = between(text, "ttft", "\n".join(figure_lines(first_tokens)))
+    of_gpu = newest("gpu")
+    if of_gpu is not None:
+        text = between(text, "gpu", "\n".join([*figure_lines(of_gpu), "", *fact_lines(of_gpu)]))
     if peers is not None:
         text = between(text, "peers", "\n".join(peer_lines(peers)))
         PLOT.write_text(plot.svg(peers))
@@ -115,6 +119,14 @@ def figure_lines(content: Content) -> Iterator[str]:
     yield f"Missed: {'; '.join(missed)}." if missed else "Every bar is met."
     for name, why in content.get("missing", {}).items():
         yield f"Missing: {name}: {why}"
+
+
+def fact_lines(content: Content) -> Iterator[str]:
+    """What was found besides figures, and what could not be."""
+    for name, fact in content.get("facts", {}).items():
+        yield f"- {name}: {fact}"
+    for name, why in content.get("failed", {}).items():
+        yield f"- **failed**: {name}: {why}"
 
 
 # -- make bench-peers

@@ -8,14 +8,11 @@ serve, and the session socket is the last to. Stop: listeners, sessions, memory,
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -23,7 +20,7 @@ from kvstore import logs, machine, two_stores
 from kvstore.config import Effective, Settings
 from kvstore.config.values import host_and_port
 from kvstore.core.probe import PROBE_TENANT
-from kvstore.core.segments import DropSegment, MakeSegment, segment_bytes_for
+from kvstore.core.segments import segment_bytes_for
 from kvstore.errors import ConfigError, StartupError
 from kvstore.instance import InstanceLocks, group_number
 from kvstore.logs import logger
@@ -37,13 +34,15 @@ from kvstore.server.auth import Access
 from kvstore.server.calls import Node
 from kvstore.server.listener import SessionServer
 from kvstore.server.readiness import Readiness, Troubles
+from kvstore.slab_work import SlabWork
 from kvstore.tiers.index import Indexes
-from kvstore.tiers.slab import PREFIX, Slab, SlabSegment
+from kvstore.tiers.slab import PREFIX, Slab
 from kvstore.tiers.ssd.mounts import refuse_no_directory
 from kvstore.warm import USES_S, Warm, choose_pages, place_for
 from kvstored.v1 import kvstore_pb2 as pb
 
 if TYPE_CHECKING:
+    from kvstore.gpu.mover import Gpu
     from kvstore.server.grpc_service import GrpcEdge
     from kvstore.server.http import HttpEdge
 
@@ -53,10 +52,6 @@ EXPECTED_BLOCK_BYTES = 64 << 10
 """The indexes start large enough for a slab full of blocks of this size; they grow for smaller ones."""
 
 EVICT_BLOCKS = 128
-M_MMAP_THRESHOLD = -3
-MMAP_THRESHOLD_BYTES = 128 << 10
-"""mallopt(3): its default, but fixed."""
-
 INDEX_STEP_S = 0.002
 PROGRESS_S = 0.5
 HEARTBEAT_S = 1.0
@@ -64,8 +59,8 @@ WATCHDOG_SHARE = 3
 """The watchdog is told so many times in its interval: two in a row may come late."""
 
 EXIT_FAILED = 1
-SAVE_S = 20.0
-"""For what only memory holds to reach the SSD when the daemon stops."""
+SAVE_S, GPU_SAVE_S = 20.0, 10.0
+"""For what only memory holds to reach the SSD when the daemon stops, and what only devices hold to reach memory."""
 
 GRPC_GRACE_S = 1.0
 """For calls under way when the daemon stops."""
@@ -79,7 +74,7 @@ def run(effective: Effective) -> int:
     settings = effective.settings
     server = settings.server
     logs.configure(server.log_level, server.log_format)
-    _keep_heap_compact()
+    machine.keep_heap_compact()
     try:
         paths = server.socket, server.state_dir, server.grpc_socket, server.http_socket
         with InstanceLocks(*paths, group=server.socket_group), logs.queued():
@@ -92,15 +87,6 @@ def run(effective: Effective) -> int:
     except Exception:
         log.exception("the daemon failed")
         return EXIT_FAILED
-
-
-def _keep_heap_compact() -> None:
-    """Has glibc give columns and dicts mappings of their own, which go back when they have grown out of them.
-
-    By itself it raises that threshold with each large block freed, and the holes that
-    growing tables leave in the heap cost 20 % of the memory a block needs.
-    """
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
 
 
 async def _serve(settings: Settings) -> int:
@@ -161,7 +147,15 @@ class Daemon:
         stored_bytes = settings.host.size_bytes + (settings.ssd.size_bytes if settings.ssd.path is not None else 0)
         self.indexes = Indexes(epoch, stored_bytes // EXPECTED_BLOCK_BYTES)
         self.indexes.make(PROBE_TENANT, 1)
-        self.store, self.movement = two_stores.build(settings, self.indexes, huge_pages=self._huge_pages)
+        stores = two_stores.build(settings, self.indexes, huge_pages=self._huge_pages)
+        self.store, self.movement, self._joined = stores.memory, stores.movement, stores.joined
+        self.work = SlabWork(
+            self.store,
+            self.slab,
+            self.indexes,
+            index_grows=lambda: self.loops[2].wake(),
+            trouble=lambda why: self.troubles.meet(why),
+        )
         self.node = Node(
             store=self.store,
             slab=self.slab,
@@ -170,7 +164,7 @@ class Daemon:
             version=version("kvstored"),
             problems=self.problems,
             jobs_ready=self._work_ready,
-            memory_changed=self._memory_future,
+            memory_changed=self.work.memory_future,
             started=self._started,
             lease_ttl_s=settings.lease.ttl_s,
             moving=self.movement,
@@ -181,19 +175,10 @@ class Daemon:
             ssd = settings.ssd
             self.node.removals = self.mover.removals
             self.upkeep = self.node.ssd = Upkeep(self.mover, size_bytes=ssd.size_bytes, layout=ssd.layout)
-        self.loops = [
-            Loop("evict", 0.1, self._evict),
-            Loop("expire", 0.2, self._expire),
-            Loop("index", 0.25, self._index),
-            Loop("heartbeat", HEARTBEAT_S, self._heartbeat),
-        ]
-        if self.mover is not None:
-            self.loops.append(Loop("ssd", TICK_S, self.mover.tick))
+        self.gpu = self.node.gpu = self._make_gpu()
         if self.warm is not None:
             self.node.witness, self.node.persist = self.warm.witness, self.warm
-            self.loops.append(Loop("ledger", USES_S, self.warm.step))
-        if notifier.watchdog_s:
-            self.loops.append(Loop("watchdog", notifier.watchdog_s / WATCHDOG_SHARE, notifier.alive))
+        self.loops = self._make_loops(notifier)
         self.readiness = Readiness(self.node, self.late_s, settings.evict.high)
         self.troubles = Troubles(self.node, self.readiness.works)
         self._beat = time.monotonic()
@@ -201,9 +186,24 @@ class Daemon:
         self.sessions: SessionServer | None = None
         self.grpc: GrpcEdge | None = None
         self.http: HttpEdge | None = None
-        self._workers = ThreadPoolExecutor(2, thread_name_prefix="segment")
-        self._jobs: set[asyncio.Task[None]] = set()
-        self._memory: asyncio.Future[None] | None = None
+
+    def _make_loops(self, notifier: Notifier) -> list[Loop]:
+        loops = [
+            Loop("evict", 0.1, self._evict),
+            Loop("expire", 0.2, self._expire),
+            Loop("index", 0.25, self._index),
+            Loop("heartbeat", HEARTBEAT_S, self._heartbeat),
+        ]
+        if self.mover is not None:
+            loops.append(Loop("ssd", TICK_S, self.mover.tick))
+        if self.gpu is not None:
+            self._gpu_loop = Loop("gpu", TICK_S, self.gpu.tick)
+            loops.append(self._gpu_loop)
+        if self.warm is not None:
+            loops.append(Loop("ledger", USES_S, self.warm.step))
+        if notifier.watchdog_s:
+            loops.append(Loop("watchdog", notifier.watchdog_s / WATCHDOG_SHARE, notifier.alive))
+        return loops
 
     async def start(self) -> None:
         """Makes the memory, sees that a put and a get work, and begins to serve. Raises StartupError."""
@@ -221,6 +221,9 @@ class Daemon:
             self.warm.watch(self.sessions, self.slab, self.movement)
         if self.mover is not None:
             self.mover.start()
+        if self.gpu is not None:
+            self.notifier.progress("opening devices")
+            await self.gpu.start()
         for loop in self.loops:
             loop.start()
         gc.collect()
@@ -307,16 +310,19 @@ class Daemon:
             await self.grpc.stop(GRPC_GRACE_S)
         if self.sessions is not None:
             self.sessions.close()
+        if self.gpu is not None and (self.upkeep is not None or self.warm is not None):
+            await self._save_devices(self.gpu)
         if self.upkeep is not None:
             await self.upkeep.close()
             await self._save(self.upkeep)
         for loop in self.loops:
             await loop.stop()
+        if self.gpu is not None:
+            await self.gpu.close()
         if self.mover is not None:
             await self.mover.removals.close(self.mover.pump)
             await self.mover.close()
-        await asyncio.gather(*self._jobs, return_exceptions=True)
-        self._workers.shutdown()
+        await self.work.close()
         if self.warm is not None:
             await self.warm.close()
         self.indexes.close()
@@ -338,10 +344,53 @@ class Daemon:
             removals=Removals(self.settings.server.state_dir, self.movement),
         )
 
+    def _make_gpu(self) -> "Gpu | None":
+        settings = self.settings
+        if not settings.gpu.size_bytes:
+            return None
+        from kvstore.gpu import mover  # the same: nothing of it is there where it is off
+
+        assert self._joined is not None, "a device's blocks are in no index"
+        return mover.Gpu(
+            settings.gpu,
+            settings.evict,
+            mover.Node(
+                memory=self.store,
+                moving=self.movement,
+                joined=self._joined,
+                slab=self.slab,
+                queue_bytes=two_stores.queue_bytes(settings),
+                after=self._after_devices,
+                changed=self.work.memory_came,
+                notify=self.indexes.notify,
+                tell=self._tell,
+            ),
+        )
+
     def _ssd_moved(self) -> None:
         """Blocks came to memory, or slots in it are free again."""
-        self.run_jobs()
-        self._memory_came()
+        if self.gpu is not None:
+            self.gpu.pump()
+        self.work.run()
+        self.work.memory_came()
+
+    def _after_devices(self) -> None:
+        """What is done on devices may want memory made, or blocks of the SSD."""
+        self.work.run()
+        if self.mover is not None:
+            self.mover.pump()
+
+    def _tell(self, sessions: list[int]) -> None:
+        """The device of these is lost: what they hold is not its any more, and they look what there is."""
+        for number in sessions:
+            self.node.device_clients.quiet(number)
+        for tenant in {self.store.sessions[each].tenant.id for each in sessions if each in self.store.sessions}:
+            self.indexes.notify(tenant)
+
+    async def _save_devices(self, gpu: "Gpu") -> None:
+        lost = await gpu.save(GPU_SAVE_S, lambda left: self.notifier.progress(f"saving devices: {left} blocks left"))
+        if lost:
+            log.warning("blocks of devices were not saved to memory", blocks_not_saved=lost)
 
     async def _save(self, upkeep: Upkeep) -> None:
         """Writes out what only memory holds, as far as it gets in SAVE_S."""
@@ -405,7 +454,7 @@ class Daemon:
             if self.warm is not None:
                 await self.warm.adopt(self.store, self.slab, self.indexes, progress)
             else:
-                await self._make_anew(progress)
+                await self.work.make_all(progress)
         except OSError as e:
             raise StartupError(
                 f"host.size: {size_bytes} bytes of shared memory could not be made ({e}); choose a smaller host.size"
@@ -414,58 +463,15 @@ class Daemon:
             log.warning("the slab is not locked in memory and may be swapped out", reason=self.slab.lock_error)
         log.info("slab ready", size_mib=size_bytes >> 20, seconds=round(time.monotonic() - begun, 2))
 
-    async def _make_anew(self, progress: Callable[[int, int], None]) -> None:
-        sizes = {job.segment: job.size_bytes for job in self.store.take_jobs() if isinstance(job, MakeSegment)}
-        await asyncio.get_running_loop().run_in_executor(None, self.slab.make_all, sizes, progress)
-        for segment in sizes:
-            self.store.segments.made(segment)
-
     def _work_ready(self) -> None:
         """After a call that may have left jobs, or found a pool short of free slots."""
-        self.run_jobs()
+        self.work.run()
         if self.mover is not None:
             self.mover.pump()
+        if self.gpu is not None:
+            self.gpu.pump()
+            self._gpu_loop.wake()
         self.loops[0].wake()
-
-    def run_jobs(self) -> None:
-        """Carries out what the store wants done with memory, and lets growing indexes go on."""
-        for job in self.store.take_jobs():
-            if isinstance(job, DropSegment):
-                self.slab.drop(job.segment)
-            else:
-                task = asyncio.get_running_loop().create_task(self._make_segment(job))
-                self._jobs.add(task)
-                task.add_done_callback(self._jobs.discard)
-        for session in self.store.sessions.values():
-            if session.detach or session.recall:
-                self.indexes.notify(session.tenant.id)
-        if self.indexes.growing:
-            self.loops[2].wake()
-
-    async def _make_segment(self, job: MakeSegment) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            made: SlabSegment = await loop.run_in_executor(self._workers, self.slab.make, job.segment, job.size_bytes)
-        except OSError as e:
-            self.troubles.meet(f"no memory for a segment of {job.size_bytes} bytes: {e}")
-            log.error("no memory for a segment", size_bytes=job.size_bytes, reason=str(e))  # noqa: TRY400
-            self.store.segments.failed(job.segment)
-        else:
-            self.troubles.meet("")
-            self.slab.add(made)
-            self.store.segments.made(job.segment)
-        self._memory_came()
-
-    def _memory_came(self) -> None:
-        """Those who wait for memory look again."""
-        if self._memory is not None:
-            self._memory.set_result(None)
-            self._memory = None
-
-    def _memory_future(self) -> asyncio.Future[None]:
-        if self._memory is None:
-            self._memory = asyncio.get_running_loop().create_future()
-        return self._memory
 
     # -- steps of the loops
 
@@ -473,8 +479,8 @@ class Daemon:
         ended = self.store.room.waits_ended
         more = self.store.evict_step(self.settings.evict.high, self.settings.evict.low, EVICT_BLOCKS)
         if self.store.room.waits_ended != ended:
-            self._memory_came()
-        self.run_jobs()
+            self.work.memory_came()
+        self.work.run()
         return more
 
     def _expire(self) -> bool:

@@ -1,6 +1,10 @@
-"""The stores of a node, memory's and the SSD's, by its settings: how large each is, and what may wait between them."""
+"""The stores of a node, memory's and the SSD's, by its settings: how large each is, and what may wait between them.
+
+Those of devices come when these are open (kvstore/gpu).
+"""
 
 import os
+from dataclasses import dataclass
 
 from kvstore.config import Settings
 from kvstore.core.movement import Movement
@@ -19,18 +23,35 @@ SLOTS_PER_BYTE = 4
 for; of blocks that shrink to less than a fourth there are so many."""
 
 QUEUE_SHARES = {Kind.LOAD: 0.25, Kind.PREFETCH: 0.25, Kind.WRITE: 0.5}
-"""Of host.size: bytes of blocks that may wait for the SSD. A name that waits holds no memory."""
+"""Of host.size: bytes of blocks that may wait for the SSD, or for a device. A name that waits holds no memory."""
 
 
-def build(settings: Settings, indexes: TieredIndex, *, huge_pages: bool) -> tuple[Store, Movement | None]:
+@dataclass(frozen=True)
+class Stores:
+    """What a node is made of."""
+
+    memory: Store
+    movement: Movement | None
+    """Between memory and the SSD, where there is one."""
+    joined: Joined | None
+    """What the index says of blocks, where there are tiers besides memory."""
+
+
+def queue_bytes(settings: Settings) -> dict[Kind, int]:
+    """What may wait, by kind of job: between memory and the SSD, and between memory and each device."""
+    return {kind: int(settings.host.size_bytes * share) for kind, share in QUEUE_SHARES.items()}
+
+
+def build(settings: Settings, indexes: TieredIndex, *, huge_pages: bool) -> Stores:
     """Memory's store, and what moves blocks between it and the SSD where there is one."""
     host, ssd, policy = settings.host.size_bytes, settings.ssd, settings.evict.policy
-    if ssd.path is None:
-        return Store(host, indexes, policy=policy, huge_pages=huge_pages), None
+    if ssd.path is None and not settings.gpu.size_bytes:
+        return Stores(Store(host, indexes, policy=policy, huge_pages=huge_pages), None, None)
     joined = Joined(indexes)
     memory = Store(host, joined.host, policy=policy, huge_pages=huge_pages)
+    if ssd.path is None:
+        return Stores(memory, None, joined)
     disk = Store(file_bytes(ssd.size_bytes, ssd.layout), joined.ssd, policy=policy, lazily=True)
-    queue_bytes = {kind: int(host * share) for kind, share in QUEUE_SHARES.items()}
     budget, packed = budget_of(ssd.size_bytes), ssd.layout == ROCKSDB
     movement = Movement(
         memory,
@@ -38,11 +59,11 @@ def build(settings: Settings, indexes: TieredIndex, *, huge_pages: bool) -> tupl
         joined,
         pid=os.getpid(),
         policy=ssd.write_back,
-        queue_bytes=queue_bytes,
+        queue_bytes=queue_bytes(settings),
         packed_bytes=budget.live_bytes if packed else 0,
         packed_block_max=budget.step_bytes // 2,
     )
-    return memory, movement
+    return Stores(memory, movement, joined)
 
 
 def file_bytes(size_bytes: int, layout: str) -> int:

@@ -67,13 +67,28 @@ IMPURE += ["secrets", "mmap", "fcntl", "concurrent", "multiprocessing", "pathlib
 ABOVE = ("kvstore.server", "kvstore.daemon", "kvstore.cli", "kvstore_client")
 
 DIRECTIONS = {
-    "kvstore/core": ("kvstore.tiers", "kvstore.moving", *ABOVE, *IMPURE),
-    "kvstore/tiers": ("kvstore.moving", *ABOVE),
-    "kvstore/moving": ABOVE,
-    "kvstore/server": ("kvstore.tiers", "kvstore.moving", "kvstore.daemon", "kvstore.cli", "kvstore_client"),
-    "kvstore/cli": ("kvstore.core", "kvstore.tiers", "kvstore.moving", "kvstore.server"),
+    "kvstore/core": ("kvstore.tiers", "kvstore.moving", "kvstore.gpu", "kvstored_cuda", *ABOVE, *IMPURE),
+    "kvstore/tiers": ("kvstore.moving", "kvstore.gpu", "kvstored_cuda", *ABOVE),
+    "kvstore/moving": ("kvstore.gpu", "kvstored_cuda", *ABOVE),
+    "kvstore/gpu": ("kvstore.moving", *ABOVE),
+    "kvstore/server": (
+        "kvstore.tiers",
+        "kvstore.moving",
+        "kvstore.gpu",
+        "kvstore.daemon",
+        "kvstore.cli",
+        "kvstore_client",
+    ),
+    "kvstore/cli": (
+        "kvstore.core",
+        "kvstore.tiers",
+        "kvstore.moving",
+        "kvstore.gpu",
+        "kvstore.server",
+        "kvstored_cuda",
+    ),
     "client/kvstore_client": ("kvstore",),
-    "protos/kvstored": ("kvstore", "kvstore_client"),
+    "protos/kvstored": ("kvstore", "kvstore_client", "kvstored_cuda"),
     "cuda/kvstored_cuda": ("kvstore", "kvstore_client"),
 }
 

@@ -6,7 +6,8 @@
     copied = ns.get_into(keys, out)          # leading blocks that were there
     ns.put(keys, blocks, start=copied)       # the rest, computed
 
-The same for asyncio: kvstore_client.aio.
+The same for asyncio: kvstore_client.aio. Blocks that go between an engine's pages on a GPU and the store, without
+passing the processor: kvstore_client.paged; which GPUs those are: kvstore_client.devices.
 """
 
 from kvstore_client.client import Client

@@ -215,6 +215,10 @@ class Client:
         client = await self._made()
         return await self._threads.run(client.stats)
 
+    def device_stats(self) -> dict[str, Any]:
+        """What this process does with GPUs, asked of nobody: empty where it has used none."""
+        return {} if self._client is None else self._client.device_stats()
+
     async def health(self) -> Health:
         """Whether the daemon can be reached and is well; never raises because it is away."""
         client = await self._made()
@@ -281,9 +285,11 @@ class Namespace:
 
         return Pending(get)
 
-    async def prefetch(self, keys: Sequence[bytes], deadline_s: float = 2.0, *, priority: int = 0) -> "Ticket":
-        """Begins to bring the leading run into memory ahead of use; never waits for it."""
-        begun = await self._threads.run(lambda: self._ns.prefetch(keys, deadline_s, priority=priority))
+    async def prefetch(
+        self, keys: Sequence[bytes], deadline_s: float = 2.0, *, priority: int = 0, to: str = ""
+    ) -> "Ticket":
+        """Begins to bring the leading run into memory (`to="gpu:UUID"`: on that device); never waits for it."""
+        begun = await self._threads.run(lambda: self._ns.prefetch(keys, deadline_s, priority=priority, to=to))
         return Ticket(self._threads, begun)
 
     async def put(

@@ -61,7 +61,7 @@ class Client:
         """
         identity = {**layout.identity(), "kind": "layout", "salt": salt, "adapter": adapter}
         label = f"{layout.model}+{adapter}" if adapter else f"{layout.model}"
-        return self._namespace(identity, layout.block_bytes, label, layout.block_tokens, ahead)
+        return self._namespace(identity, layout.block_bytes, label, layout.block_tokens, ahead, layout.packing)
 
     def raw_namespace(self, name: str, block_bytes: int, salt: str = "", *, ahead: bool = True) -> Namespace:
         """Opaque blocks of `block_bytes` each, named by `key(...)`; `ahead` as in `namespace`."""
@@ -71,11 +71,17 @@ class Client:
         return self._namespace(identity, block_bytes, name, 0, ahead)
 
     def _namespace(
-        self, identity: dict[str, str | int], block_bytes: int, label: str, block_tokens: int, ahead: bool
+        self,
+        identity: dict[str, str | int],
+        block_bytes: int,
+        label: str,
+        block_tokens: int,
+        ahead: bool,
+        packing: str | None = None,
     ) -> Namespace:
         _check_text(identity)
         label = label.encode()[:LABEL_BYTES_MAX].decode(errors="ignore")
-        named = Identity(naming.namespace_digest(identity), block_bytes, label, block_tokens)
+        named = Identity(naming.namespace_digest(identity), block_bytes, label, block_tokens, packing)
         self._transport.open(named, ahead)
         return Namespace(self._transport, named)
 
@@ -87,6 +93,16 @@ class Client:
     def stats(self) -> dict[str, Any]:
         """What the daemon says of itself, as nested dicts (StatsReply of the contract). Raises Unavailable."""
         return self._transport.stats()
+
+    def device_stats(self) -> dict[str, Any]:
+        """What this process does with GPUs, asked of nobody: empty where it has used none.
+
+        pools: the daemon's devices, and why one cannot be used here ("": it can). segments_open: of these, mapped here.
+        kept_for_copies: what waits for copies on streams. devices: for each, bytes of shared memory that are
+        page-locked here, why others are not, blocks that went by a staging buffer, and why events are not shared.
+        native_calls_running, native_calls_abandoned: calls into the driver that have not returned.
+        """
+        return self._transport.device_state()
 
     def health(self) -> Health:
         """Whether the daemon can be reached and is well; never raises because it is away.

@@ -23,6 +23,7 @@ VECTOR_KEYS_MIN = 8
 """Below this many keys, one by one is faster than numpy's fixed cost."""
 
 IN_MEMORY = shm.GPU | shm.HOST
+"""What can be read while tiers below are out of use."""
 
 Entry = tuple[int, int, int, int, int, int]
 """word of the sequence number, the number, segment, length, offset, flags."""
@@ -82,7 +83,10 @@ class IndexReader:
         return None
 
     def leading(self, keys: Sequence[bytes], length: int) -> tuple[int, list[int]]:
-        """How many leading keys have a block of `length` bytes that can be read now, and the flags of each."""
+        """How many leading keys have a block of `length` bytes that can be read now, and the flags of each.
+
+        What only a device has is not in shared memory: who cannot read it there asks for it to be brought (Load).
+        """
         end, flags = self._leading(keys, length)
         if self.below_out:
             end = next((i for i, tiers in enumerate(flags) if not tiers & IN_MEMORY), end)

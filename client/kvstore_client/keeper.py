@@ -44,7 +44,7 @@ class Keeper:
 
     def __init__(self, path: str, client: str, tenant: str, timeout_s: float, read_only: bool) -> None:
         """Tries to connect once; a daemon that is away is no error here (it may come), another version is."""
-        self._arguments: Arguments = (path, client, tenant, timeout_s, read_only)
+        self.arguments: Arguments = (path, client, tenant, timeout_s, read_only)
         self._path = path
         self._timeout_s = timeout_s
         self.reads = Reads(TOUCH_S)
@@ -70,7 +70,7 @@ class Keeper:
         except (Unavailable, DeadlineExceeded) as e:
             why = str(e)  # not e itself: its frames have us, and a log may keep it
             log.warning("%s. Until then every read misses and every put is rejected.", why)
-        arguments = (weakref.ref(self), self._wake, self._last, self._arguments)
+        arguments = (weakref.ref(self), self._wake, self._last, self.arguments)
         self._thread = threading.Thread(target=_keep, args=arguments, daemon=True)
         self._thread.name = "kvstore-keeper"
         self._thread.start()
@@ -124,7 +124,7 @@ class Keeper:
         try:
             if self._before is not None:
                 unmap_unused(self._before)
-            session = Session(*self._arguments)
+            session = Session(*self.arguments)
             session.on_attach = self._wake.set
             session.reads = self.reads
             try:
@@ -168,7 +168,7 @@ class Keeper:
     def alone(self, call: Callable[[Session], T]) -> T:
         """For what may take long: on a session of its own, so that no other call waits for it."""
         self.now()
-        session = Session(*self._arguments)
+        session = Session(*self.arguments)
         try:
             session.open(None, time.monotonic() + self._timeout_s)
             return call(session)

@@ -126,7 +126,7 @@ class LocalTransport(LocalReads):
 
     def _absent(self, session: Session, ns: Identity, keys: Sequence[bytes], start: int) -> list[int]:
         """Places in `keys` from `start` whose blocks are not there."""
-        index, length = self._index(session), ns.block_bytes
+        index, length = self.index_of(session), ns.block_bytes
         find = index.find
         absent = []
         for i in range(start, len(keys)):
@@ -298,7 +298,13 @@ class LocalTransport(LocalReads):
 
     def close(self) -> None:
         """Gives back what is held, tells what was read, ends the session. Views that live keep theirs until they go."""
+        if self._pools is not None:
+            self._pools.close()
         self._keeper.close()
+
+    def device_state(self) -> dict[str, Any]:
+        """What this process does with devices; empty where it has not used one."""
+        return self._pools.state() if self._pools is not None else {}
 
 
 def commit_request(

@@ -8,9 +8,12 @@ Each call captures one session and uses only that.
 """
 
 import logging
+import threading
 import time
+import weakref
 from collections.abc import Sequence
 from math import inf
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,6 +30,9 @@ from kvstore_client.transport import Identity
 from kvstored.v1 import KEYS_MAX, shm
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.errors import FailedPrecondition, ResourceExhausted, Unavailable
+
+if TYPE_CHECKING:
+    from kvstore_client.pools import Pools
 
 log = logging.getLogger("kvstore_client")
 
@@ -62,6 +68,32 @@ class LocalReads:
         self._shared_reads = SHARED_READS
         self._now, self._need, self._opened = self._keeper.now, self._keeper.need, self._keeper.opened
         self.reads = self._keeper.reads
+        self.session_now, self.opened = self._keeper.now, self._keeper.opened
+        self.timeout_s, self.shared_reads = timeout_s, SHARED_READS
+        self._making = threading.Lock()
+        self._pools: Pools | None = None
+
+    @property
+    def down(self) -> str:
+        """Why there is no session, when there is none."""
+        return self._keeper.down
+
+    @property
+    def pools(self) -> "Pools":
+        """Memory of devices, from its first use on. Imports what the others do without."""
+        with self._making:
+            if self._pools is None:
+                from kvstore_client.pools import Pools
+
+                self._pools = Pools(self._keeper)
+                weakref.finalize(self, self._pools.abandon).atexit = False
+            return self._pools
+
+    @property
+    def uses_devices(self) -> bool:
+        """Whether blocks on the daemon's devices can be read in this process, as far as is known."""
+        pools = self._pools
+        return pools is not None and pools.known_to_work
 
     @property
     def _session(self) -> Session | None:
@@ -77,12 +109,14 @@ class LocalReads:
         try:
             if not self._shared_reads:
                 return self._match_by_call(session, ns, keys)
-            count, flags = self._index(session).leading(keys, ns.block_bytes)
+            count, flags = self.index_of(session).leading(keys, ns.block_bytes)
         except Unavailable:
             return Match(0, [])
         if session.hung_up():
             self._keeper.wake()
             return Match(0, [])
+        if not self.uses_devices:  # to us they are no faster than the copy in memory, if there is one
+            flags = [f & ~shm.GPU if f & shm.HOST else f for f in flags]
         return Match(count, [TIER_OF[f & 15] for f in flags])
 
     def _match_by_call(self, session: Session, ns: Identity, keys: Sequence[bytes]) -> Match:
@@ -115,9 +149,9 @@ class LocalReads:
         return Copied(copied, tier, busy)
 
     def _read(self, session: Session, ns: Identity, keys: Sequence[bytes], start: int, out: list[Bytes]) -> int:
-        copied = self._copy_out(session, self._index(session), ns, keys, start, out)
+        copied = self._copy_out(session, self.index_of(session), ns, keys, start, out)
         if copied < 0:  # the index moved meanwhile: nothing counts, once more with the new one
-            copied = max(self._copy_out(session, self._index(session), ns, keys, start, out), 0)
+            copied = max(self._copy_out(session, self.index_of(session), ns, keys, start, out), 0)
         return copied
 
     def _read_below(
@@ -164,7 +198,7 @@ class LocalReads:
         """The leading run that is present: for each block whether it is in memory."""
         if not self._shared_reads:
             return [tier in IN_MEMORY for tier in self._match_by_call(session, ns, keys).tiers]
-        _, flags = self._index(session).leading(keys, ns.block_bytes)
+        _, flags = self.index_of(session).leading(keys, ns.block_bytes)
         return [flag & shm.HOST != 0 for flag in flags]
 
     def _copy_out(
@@ -209,7 +243,7 @@ class LocalReads:
         blocks = max(1, min(LEASE_BLOCKS, share))
         while copied < len(out):
             at = start + copied
-            with self._acquire(session, ns, keys[at : at + blocks], session.timeout_s) as lease:
+            with self.hold(session, ns, keys[at : at + blocks], session.timeout_s) as lease:
                 for view in lease.views:
                     np.copyto(out[copied], np.frombuffer(view, np.uint8))
                     copied += 1
@@ -219,7 +253,8 @@ class LocalReads:
                     break
         return Copied(copied, tier, busy)
 
-    def _index(self, session: Session) -> IndexReader:
+    def index_of(self, session: Session) -> IndexReader:
+        """The session's index, as it is now."""
         index = session.index
         if not index.current():
             session.refresh_index()
@@ -231,12 +266,12 @@ class LocalReads:
         if session is None or not keys:
             return Lease(list, 0)
         try:
-            return self._acquire(session, ns, keys[:KEYS_MAX], timeout_s)
+            return self.hold(session, ns, keys[:KEYS_MAX], timeout_s)
         except Unavailable:
             self._keeper.wake()
             return Lease(list, 0)
 
-    def _acquire(self, session: Session, ns: Identity, keys: Sequence[bytes], timeout_s: float) -> Lease:
+    def hold(self, session: Session, ns: Identity, keys: Sequence[bytes], timeout_s: float) -> Lease:
         """What is in memory by one call; only where it ends before `keys` do is there more to ask."""
         until = time.monotonic() + timeout_s
         opened = self._opened(session, ns)

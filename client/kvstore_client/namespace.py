@@ -2,20 +2,24 @@
 
 from collections.abc import Sequence
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from kvstore_client import buffers
 from kvstore_client.chain import checked_count, checked_keys
 from kvstore_client.lease import Lease, Slots
+from kvstore_client.paged_blocks import PagedBlocks
 from kvstore_client.reads import ACQUIRE, GET, HOST, MATCH, PUT, SSD
-from kvstore_client.results import Hint, Match, PutResult
+from kvstore_client.results import Copied, Hint, Match, PutResult
 from kvstore_client.tickets import Ticket
 from kvstore_client.transport import Identity, Transport
 from kvstored.v1 import KEYS_MAX
 from kvstored.v1 import keys as naming
 from kvstored.v1.errors import InvalidArgument, ResourceExhausted
+
+if TYPE_CHECKING:
+    from kvstore_client.device_lease import DeviceLease
 
 TOKEN_MIN, TOKEN_MAX = -(1 << 63), (1 << 63) - 1
 
@@ -99,10 +103,17 @@ class Namespace:
         are not in memory are waited for: as long as more of them come within the client's
         `timeout_s`. What does not is a miss; so it is where the daemon is too busy all that time to
         bring them, but its figures count those apart.
+
+        `out` may be pages of an engine's KV cache (`PagedKV.blocks`): then copies are enqueued on its stream, and
+        what is answered is how many blocks they are of; nobody waits for the stream.
         """
         began = perf_counter()
         keys = checked_keys(keys)
         count = checked_count(keys, start)
+        if isinstance(out, PagedBlocks):
+            found: Copied = self._paged().get(self._identity, keys, start, out)
+            self._done(GET, found.blocks, count, began, found.tier, found.busy)
+            return found.blocks
         if not count:
             return 0
         blocks = buffers.as_blocks(out, count, self.block_bytes, "out")
@@ -129,18 +140,38 @@ class Namespace:
         self._done(GET, len(found), len(keys), began, slowest, busy)
         return found
 
-    def acquire(self, keys: Sequence[bytes], timeout_s: float = 1.0) -> Lease:
+    def _paged(self) -> Any:
+        """What copies pages: imported with the first of them."""
+        from kvstore_client.paged_calls import PagedCalls
+
+        return PagedCalls(self._transport)
+
+    @overload
+    def acquire(  # type: ignore[overload-overlap]
+        self, keys: Sequence[bytes], timeout_s: float = 1.0, *, to: Literal[""] = ""
+    ) -> Lease: ...
+    @overload
+    def acquire(self, keys: Sequence[bytes], timeout_s: float = 1.0, *, to: str) -> "DeviceLease": ...
+    def acquire(self, keys: Sequence[bytes], timeout_s: float = 1.0, *, to: str = "") -> "Lease | DeviceLease":
         """Holds the leading run, of at most 4,096 blocks, in memory for reading in place.
 
         What is not in memory is brought there first; what has not come within `timeout_s`, or is
         more than may be held besides, is not held. Raises ResourceExhausted where what is there
         already is more than one session (a quarter of the memory) or all together (three
         quarters) may hold.
+
+        `to="gpu:UUID"`: on that device, by its UUID as nvidia-smi prints it: a DeviceLease, with addresses, tensors
+        and DLPack in place of views. Raises also NoDevice where this process sees no such device, IpcRefused or
+        OtherDriver where it may not map its memory, and FailedPrecondition where the daemon has none there.
         """
         began = perf_counter()
         keys = checked_keys(keys)[:KEYS_MAX]
         if not 0 < timeout_s < float("inf"):
             raise InvalidArgument(f"timeout_s={timeout_s!r} is not a number of seconds above 0")
+        if to:
+            held: DeviceLease = self._paged().acquire(self._identity, keys, timeout_s, to)
+            self._done(ACQUIRE, len(held), len(keys), began, held.tier)
+            return held
         lease = self._transport.acquire(self._identity, keys, timeout_s)
         self._done(ACQUIRE, len(lease), len(keys), began, lease.tier, lease.busy)
         return lease
@@ -149,7 +180,7 @@ class Namespace:
         """Whether reading keys[start:] may have to wait for a disk: some are present, and not in memory. A hint."""
         return self._transport.may_wait(self._identity, checked_keys(keys)[start:])
 
-    def prefetch(self, keys: Sequence[bytes], deadline_s: float = 2.0, *, priority: int = 0) -> Ticket:
+    def prefetch(self, keys: Sequence[bytes], deadline_s: float = 2.0, *, priority: int = 0, to: str = "") -> Ticket:
         """Begins to bring the leading run, of at most 4,096 blocks, into memory ahead of use; never waits for it.
 
         Where all of it is there already, the ticket is done at once. Prefetches of higher
@@ -157,11 +188,17 @@ class Namespace:
         larger than may be brought ahead (half of the memory, less what was prefetched and not used
         yet) is done with its leading run: `blocks` says how much that is, and `why` that the rest was
         not tried. Where that is nothing, it has failed.
+
+        `to="gpu:UUID"`: into the daemon's memory on that device, from wherever it is; blocks are counted there.
+        Where that cannot be, it has failed, and `why` says what to do. Raises InvalidArgument for what names no device.
         """
         if not 0 < deadline_s <= DEADLINE_S_MAX:
             raise InvalidArgument(f"deadline_s={deadline_s!r} is not a number of seconds above 0, at most 600")
         if not isinstance(priority, int) or not -PRIORITY_MAX <= priority <= PRIORITY_MAX:
             raise InvalidArgument(f"priority={priority!r} is not a whole number from -8 to 8")
+        if to:
+            begun: Ticket = self._paged().prefetch(self._identity, checked_keys(keys), deadline_s, priority, to)
+            return begun
         return self._transport.prefetch(self._identity, checked_keys(keys), deadline_s, priority)
 
     # -- writing
@@ -171,7 +208,8 @@ class Namespace:
     ) -> PutResult:
         """Stores keys[start:]; `keys` is the whole chain, so that parents are known.
 
-        `blocks`: one buffer or array of all of them in a row, or a list of one each.
+        `blocks`: one buffer or array of all of them in a row, or a list of one each; or pages of an engine's KV cache
+        (`PagedKV.blocks`), which are copied on its stream, into memory of its device where the daemon has some there.
         Acknowledged means visible to every reader on the node, not kept: a put larger than what
         can be evicted makes its own end give way, as `match` tells afterwards. With `durable` it
         waits until all of keys[start:] that is stored, or was there, is on the SSD; where that
@@ -182,11 +220,15 @@ class Namespace:
         began = perf_counter()
         keys = checked_keys(keys)
         count = checked_count(keys, start)
-        if not count:
+        paged = isinstance(blocks, PagedBlocks)
+        if not count and not paged:
             return PutResult(0, 0, 0)
-        arrays = buffers.as_blocks(blocks, count, self.block_bytes, "block")
+        arrays = [] if paged else buffers.as_blocks(blocks, count, self.block_bytes, "block")
         try:
-            result = self._transport.put(self._identity, keys, start, arrays, hint, durable)
+            if paged:
+                result: PutResult = self._paged().put(self._identity, keys, start, blocks, hint, durable)
+            else:
+                result = self._transport.put(self._identity, keys, start, arrays, hint, durable)
         except ResourceExhausted:
             self._done(PUT, 0, count, began)
             raise

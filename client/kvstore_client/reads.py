@@ -37,7 +37,7 @@ GET, ACQUIRE, MATCH, PUT = (
     int(pb.OPERATION_MATCH),
     int(pb.OPERATION_PUT),
 )
-HOST, SSD = int(pb.TIER_HOST), int(pb.TIER_SSD)
+GPU, HOST, SSD = int(pb.TIER_GPU), int(pb.TIER_HOST), int(pb.TIER_SSD)
 
 
 class Sum:

@@ -102,6 +102,12 @@ class GrpcTransport:
             self._channel.close()
             raise
 
+    pools = None
+    """Memory of devices is for processes of the daemon's machine."""
+
+    def device_state(self) -> dict[str, Any]:
+        return {}
+
     def _call(self, name: str, request: Any, timeout_s: float = 0.0, epoch: str = "") -> Any:
         return self._channel.call(name, request, timeout_s or self._timeout_s, epoch)
 

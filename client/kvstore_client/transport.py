@@ -6,7 +6,7 @@ of the namespace's size, `start` lies within the keys.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvstore_client.buffers import Bytes
 from kvstore_client.lease import Lease, Slots
@@ -15,15 +15,19 @@ from kvstore_client.results import Copied, Health, Hint, Match, PutResult
 from kvstore_client.tickets import Ticket
 from kvstored.v1 import kvstore_pb2 as pb
 
+if TYPE_CHECKING:
+    from kvstore_client.pools import Pools
+
 
 @dataclass(frozen=True)
 class Identity:
-    """A namespace as transports know it."""
+    """A namespace as transports know it. `packing`: as its Layout says it, None where blocks are opaque."""
 
     digest: bytes
     block_bytes: int
     label: str
     block_tokens: int = 0
+    packing: str | None = None
 
     def opening(self) -> pb.OpenNamespaceRequest:
         """What opens it."""
@@ -40,6 +44,12 @@ class Transport(Protocol):
 
     @property
     def connected(self) -> bool: ...
+    @property
+    def pools(self) -> "Pools | None":
+        """Memory of devices; None where this way shares none with the daemon."""
+        ...
+
+    def device_state(self) -> dict[str, Any]: ...
     def open(self, ns: Identity, ahead: bool) -> None:
         """Makes a namespace known; `ahead`: opens it too, if the daemon is there."""
         ...

@@ -39,7 +39,13 @@ LINE_CHARACTERS_MAX = 200
 NAMED_MAX = 8
 """Tenants or sessions in a message; all are in `stats --json`."""
 
-TIERS = {"all": pb.TIER_NONE, "host": pb.TIER_HOST, "ssd": pb.TIER_SSD}
+TIERS = {"all": pb.TIER_NONE, "gpu": pb.TIER_GPU, "host": pb.TIER_HOST, "ssd": pb.TIER_SSD}
+FIELDS = {
+    "gpu": ("gpu_bytes", "gpu_blocks", " on devices"),
+    "host": ("size_bytes", "blocks", ""),
+    "ssd": ("ssd_bytes", "ssd_blocks", " on the SSD"),
+}
+"""Of an answer: what it says of a tier, and what that is called."""
 
 NOT_ON_DISK = "not_on_disk_yet"
 NOT_KNOWN = "ssd_not_known"
@@ -82,8 +88,8 @@ class Plan:
 )
 @click.option(
     "--tier",
-    type=click.Choice(["all", "host", "ssd"]),
-    help="From which tier: gone everywhere (all), or copies in memory (host) or on the SSD alone. "
+    type=click.Choice(list(TIERS)),
+    help="From which tier: gone everywhere (all), or copies on GPUs, in memory (host) or on the SSD alone. "
     "Default: host for --bytes, else all.",
 )
 @click.option("--yes", is_flag=True, help="Does not ask.")
@@ -105,7 +111,7 @@ def evict(
 ) -> None:
     """Drops blocks that nobody holds: leased and pinned ones stay.
 
-    What is named is gone from memory and from the SSD, unless --tier says otherwise; --bytes frees
+    What is named is gone from GPUs, memory and the SSD, unless --tier says otherwise; --bytes frees
     memory, and what the SSD has of it stays there (`kvstore-cli flush` first, and all of it does).
 
     Asks first where that is more than 1 GiB or more than a tenth of the blocks there are, and
@@ -117,7 +123,7 @@ def evict(
     if tenant == "":
         raise click.UsageError("--tenant is given, and empty: a name is wanted, or no --tenant")
     if size is not None and tier == "all":
-        raise click.UsageError("--bytes are of one tier: --tier host, which is the default, or --tier ssd")
+        raise click.UsageError("--bytes are of one tier: --tier host, which is the default, --tier gpu or --tier ssd")
     tenant = tenant or ""
     tier = tier or ("host" if size is not None else "all")
     size_bytes = _size(size) if size is not None else 0
@@ -129,6 +135,9 @@ def evict(
         before = client.stats()
         if tier == "ssd" and not before.get("ssd"):
             fail("this daemon has no SSD tier (ssd.path is off)", EXIT_UNREACHABLE)
+        if tier == "gpu" and not before.get("gpus"):
+            why = before.get("gpus_off") or "gpu.size is off"
+            fail(f"this daemon has no memory of devices ({why})", EXIT_UNREACHABLE)
         scope = Scope(before, tenant if size_bytes or everything else tenant or _unnamed(before), tier)
         if (size_bytes or everything) and tenant and not _has_tenant(client, before, tenant):
             if as_json:
@@ -152,7 +161,8 @@ def evict(
         click.echo(json.dumps({**done, **words}, indent=2))
     else:
         click.echo("\n".join([*_sentences(done, leasing, tier), *_uncertain(words)]))
-    if names and not words[NOT_KNOWN] and not (done["blocks"] or done["ssd_blocks"] or done["held"]):
+    found = any(done[blocks] for _, blocks, _ in FIELDS.values()) or done["held"]
+    if names and not words[NOT_KNOWN] and not found:
         fail("none of these keys is here", EXIT_NOT_FOUND)
 
 
@@ -203,17 +213,30 @@ class Scope:
         self.tenant = tenant
         self.tier = tier
         self.of = f"those of tenant {tenant}" if tenant else "all"
-        pools = [pool for pool in stats["pools"] if tenant in ("", pool["tenant"])] if tier != "ssd" else []
-        on_ssd, ssd_bytes, largest = _on_ssd(stats, tenant) if tier != "host" else (0, 0, 0)
-        self.blocks = sum(pool["blocks"] for pool in pools) + on_ssd
-        self.size_bytes = sum(pool["blocks"] * pool["slot_bytes"] for pool in pools) + ssd_bytes
+        pools = [pool for pool in stats["pools"] if tenant in ("", pool["tenant"])] if tier in ("all", "host") else []
+        on_ssd, ssd_bytes, largest = _on_ssd(stats, tenant) if tier in ("all", "ssd") else (0, 0, 0)
+        gpus = stats.get("gpus", ()) if tier in ("all", "gpu") else ()
+        self.on_devices = sum(gpu["blocks"] for gpu in gpus)
+        """Of all tenants: nobody counts them apart."""
+        device_bytes = sum(gpu["used_bytes"] for gpu in gpus)
+        self.blocks = sum(pool["blocks"] for pool in pools) + on_ssd + self.on_devices
+        self.size_bytes = sum(pool["blocks"] * pool["slot_bytes"] for pool in pools) + ssd_bytes + device_bytes
+        largest = max(largest, device_bytes // max(self.on_devices, 1))
         self.largest_slot = max([largest, *(pool["slot_bytes"] for pool in pools if pool["blocks"])])
-        self.what = ("copies in memory and on the SSD" if pools else "copies on the SSD") if on_ssd else "blocks"
+        there = {"on devices": self.on_devices, "in memory": len(pools), "on the SSD": on_ssd}
+        where = [name for name, blocks in there.items() if blocks]
+        self.what = f"copies {_and(where)}" if where and where != ["in memory"] else "blocks"
+        self.copies = max(len(where), 1)
+        """Of one block, at most."""
 
     def plan(
         self, requests: Sequence[pb.EvictRequest], blocks: int, size_bytes: int, *, always_ask: bool = False
     ) -> Plan:
         return Plan(requests, blocks, size_bytes, self.of, blocks / max(self.blocks, 1), always_ask, self.what)
+
+
+def _and(words: Sequence[str]) -> str:
+    return ", ".join(words[:-1]) + " and " * (len(words) > 1) + words[-1]
 
 
 def _on_ssd(stats: Mapping[str, Any], tenant: str) -> tuple[int, int, int]:
@@ -238,7 +261,8 @@ def _namespace_plan(client: "Client", scope: Scope, tenant: str, prefix: bytes) 
         fail(f"there is no namespace {prefix.hex()}{where}. {ELSE_LOOK['namespace']}", EXIT_NOT_FOUND)
     stats, slot_bytes = reply.namespace.stats, reply.namespace.pool.slot_bytes
     request = pb.EvictRequest(tenant=tenant, namespace=stats.digest)
-    blocks = (stats.blocks if scope.tier != "ssd" else 0) + (stats.ssd_blocks if scope.tier != "host" else 0)
+    blocks = stats.blocks * (scope.tier in ("all", "host")) + stats.ssd_blocks * (scope.tier in ("all", "ssd"))
+    blocks += scope.on_devices  # at most: they are all tenants'
     return scope.plan([request], blocks, blocks * slot_bytes)
 
 
@@ -248,7 +272,7 @@ def _keys_plan(scope: Scope, tenant: str, keys: Sequence[bytes]) -> Plan:
         pb.EvictRequest(tenant=tenant, keys=pb.EvictKeys(keys=keys[at : at + KEYS_MAX]))
         for at in range(0, len(keys), KEYS_MAX)
     ]
-    blocks = min(len(keys) * (2 if scope.tier == "all" and scope.what != "blocks" else 1), scope.blocks)
+    blocks = min(len(keys) * scope.copies, scope.blocks)
     return scope.plan(requests, blocks, min(blocks * scope.largest_slot, scope.size_bytes))
 
 
@@ -262,9 +286,13 @@ def _bytes_plan(scope: Scope, tenant: str, size_bytes: int, *, everything: bool)
 
 
 def _what_stays(tier: str, before: dict[str, Any]) -> str:
-    """What becomes of the blocks: copies in the other tier stay, and a block without one is gone."""
-    other = {"host": "on the SSD", "ssd": "in memory"}.get(tier)
-    return f"; copies {other} stay, and a block that has none is gone" if other and before.get("ssd") else ", for good"
+    """What becomes of the blocks: copies in other tiers stay, and a block without one is gone."""
+    there = {"gpu": bool(before.get("gpus")), "host": True, "ssd": bool(before.get("ssd"))}
+    others = [each for each, is_there in there.items() if is_there and each != tier]
+    if tier == "all" or not others:
+        return ", for good"
+    names = {"gpu": "on devices", "host": "in memory", "ssd": "on the SSD"}
+    return f"; copies {_and([names[each] for each in others])} stay, and a block that has none is gone"
 
 
 def _unnamed(stats: Mapping[str, Any]) -> str:
@@ -326,13 +354,16 @@ def _uncertain(words: Mapping[str, str]) -> Iterator[str]:
 def _sentences(done: Mapping[str, int], leasing: Sequence[str], tier: str) -> Iterator[str]:
     """The tier that was asked for comes first."""
     left = f"{count(done['held'])} left" + (f" ({human_bytes(done['held_bytes'])})" if done["held"] else "")
-    size, blocks, where = ("ssd_bytes", "ssd_blocks", " on the SSD") if tier == "ssd" else ("size_bytes", "blocks", "")
+    first = "host" if tier == "all" else tier
+    size, blocks, where = FIELDS[first]
     yield (
         f"freed {human_bytes(done[size])}{where}: {count(done[blocks])} blocks dropped, "
         f"{left} because they are leased or pinned, {count(done['absent'])} not here"
     )
-    if done["ssd_blocks"] and tier != "ssd":
-        yield f"on the SSD: {count(done['ssd_blocks'])} blocks dropped ({human_bytes(done['ssd_bytes'])})"
+    for other in ("gpu", "ssd"):
+        size, blocks, where = FIELDS[other]
+        if done[blocks] and other != first:
+            yield f"{where.strip()}: {count(done[blocks])} blocks dropped ({human_bytes(done[size])})"
     if done["pinned"]:
         yield (
             f"pinned: {count(done['pinned'])} ({human_bytes(done['pinned_bytes'])}), until the time of each pin is "

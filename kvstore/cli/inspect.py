@@ -34,6 +34,8 @@ from kvstored.v1 import DIGEST_PREFIX_BYTES_MIN, KEY_BYTES
 from kvstored.v1 import kvstore_pb2 as pb
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from kvstore_client import Client
 
 NUMBER_MAX = {"session": (1 << 64) - 1, "segment": (1 << 32) - 1}
@@ -210,7 +212,7 @@ def _key(row: Row) -> Parts:
                 ]
             ),
         ),
-        ("copies", rows([{**copy, "tier": _tier(copy["tier"])} for copy in row["copies"]], COPY_COLUMNS)),
+        ("copies", _copies(row["copies"])),
     ]
 
 
@@ -220,6 +222,12 @@ def _of(namespace: Row) -> list[tuple[str, str]]:
         ("tenant", namespace["tenant"]),
         ("block", human_bytes(namespace["block_bytes"])),
     ]
+
+
+def _copies(found: Sequence[Row]) -> "RenderableType":
+    on_devices = any(copy.get("device") for copy in found)
+    shown = [{**copy, "tier": _tier(copy["tier"])} for copy in found]
+    return rows(shown, (*COPY_COLUMNS, *(DEVICE_COLUMNS if on_devices else ())))
 
 
 def _tier(number: int) -> str:
@@ -320,6 +328,7 @@ SECTIONS: dict[str, Callable[[Row], Parts]] = {
     "session": _session,
     "segment": _segment,
 }
+DEVICE_COLUMNS: Sequence[Column] = (("device", "device", lambda value: value or "-"),)
 COPY_COLUMNS: Sequence[Column] = (
     ("tier", "tier", str),
     ("segment", "segment", str),

@@ -91,6 +91,10 @@ def sections(reply: Mapping[str, Any]) -> "Iterable[RenderableType]":
     if reply.get("ssd"):
         yield section("SSD", fields(_ssd(reply["ssd"])))
         yield section("to and from the SSD", rows(reply["ssd"]["queues"], QUEUE_COLUMNS))
+    if reply.get("gpus_off"):
+        yield section("devices", fields([("state", f"OFF: {reply['gpus_off']}")]))
+    for gpu in reply.get("gpus", ()):
+        yield section(f"device {gpu['uuid']}", fields(_gpu(gpu)))
     yield section("pools", rows(reply["pools"], POOL_COLUMNS))
     yield section("sessions", rows(reply["sessions"], SESSION_COLUMNS))
     yield section(*_namespaces(reply["namespaces"], with_ssd=bool(reply.get("ssd"))))
@@ -171,6 +175,27 @@ def _ssd(row: Row) -> list[tuple[str, str]]:
     ]
 
 
+def _gpu(row: Row) -> list[tuple[str, str]]:
+    share = f" ({percent(row['used_bytes'], row['size_bytes'])})" if row["size_bytes"] else ""
+    locked = human_bytes(row["page_locked_bytes"])
+    draining, hanging = row["draining_bytes"], row["calls_hanging"]
+    return [
+        ("name", row["name"]),
+        ("state", f"OUT OF USE: {row['trouble']}" if row["trouble"] else "in use"),
+        *([("cannot grow", row["no_memory"])] if row["no_memory"] else []),
+        ("generation", f"{row['generation']}, given to clients as {row['handle_kind']}"),
+        ("size", human_bytes(row["size_bytes"])),
+        ("used", f"{human_bytes(row['used_bytes'])}{share} in {row['segments']} segments"),
+        *([("draining", human_bytes(draining))] if draining else []),
+        ("blocks", count(row["blocks"])),
+        ("slots", f"{row['granted']} granted, {row['leased']} leased, {row['quarantined']} quarantined"),
+        ("under way", f"{row['copying']} copies, {row['commits_pending']} commits, {row['tickets']} prefetches"),
+        ("slab page-locked", f"{locked}; NOT ALL: {row['not_page_locked']}" if row["not_page_locked"] else locked),
+        *([("calls that hang", count(hanging))] if hanging else []),
+        *_counters(row["counters"]),
+    ]
+
+
 def _less_room(row: Row) -> str:
     """Where the disk is smaller than `ssd.size`; nothing is known of one that was not measured."""
     if not row["physical_bytes"] or row["room_bytes"] >= row["size_bytes"]:
@@ -212,8 +237,7 @@ def _reuse(reply: Row) -> list[tuple[str, str]]:
 def _counters(row: Row) -> list[tuple[str, str]]:
     """All of them, also those of a newer daemon."""
     return [
-        (name.replace("_", " "), human_bytes(value) if name.endswith("_bytes") else count(value))
-        for name, value in row.items()
+        (name.replace("_", " "), human_bytes(value) if "bytes" in name else count(value)) for name, value in row.items()
     ]
 
 

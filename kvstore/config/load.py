@@ -28,6 +28,8 @@ from kvstored.v1.endpoint import CLIENT_VARIABLES
 FILE_BYTES_MAX = 1 << 20
 SHOWN_CHARS_MAX = 100
 PREFIX = Settings.model_config["env_prefix"]
+DEVICE_VARIABLES = ("KVSTORED_HOST_DEVICES", "KVSTORED_HOST_DEVICE_FAULTS")
+"""Devices without a GPU, for trying (kvstored_cuda/devices/discovery.py, faults.py): no settings."""
 NEAR = 0.6
 """Similarity (difflib ratio) from which a known name is suggested for an unknown one."""
 NEAR_VARIABLE = 0.65
@@ -130,7 +132,7 @@ def _from_environment(environ: Mapping[str, str], problems: list[str]) -> Iterat
             source = EnvSettingsSource(Settings, case_sensitive=False)
             source.env_vars = {variable.lower(): environ[variable]}
             yield source, f"environment variable {variable}"
-        elif variable.upper().startswith(PREFIX) and variable not in CLIENT_VARIABLES:
+        elif variable.upper().startswith(PREFIX) and variable not in (*CLIENT_VARIABLES, *DEVICE_VARIABLES):
             certain = "__" in variable
             names = [known.removeprefix(PREFIX) for known in VARIABLES]
             near = difflib.get_close_matches(

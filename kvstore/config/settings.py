@@ -16,7 +16,7 @@ from pydantic_settings import PydanticBaseSettingsSource as Source
 from kvstore.config import values
 from kvstored.v1.endpoint import SOCKET_NAME, user_runtime_dir
 
-HOST_SIZE_BYTES_MIN = 1 << 20
+HOST_SIZE_BYTES_MIN = GPU_SIZE_BYTES_MIN = 1 << 20
 SSD_SIZE_BYTES_MIN, ROCKSDB_SIZE_BYTES_MIN = 64 << 20, 128 << 20
 HUGE_PAGES_AUTO_BYTES = 64 << 30
 """Above this size `host.huge_pages = "auto"` is on: 4 KiB pages cost every client 2 MiB of page tables a GiB."""
@@ -43,6 +43,13 @@ def _only(allowed: T, what: str) -> Callable[[T], T]:
 def _host_size(size_bytes: int) -> int:
     """Whole pages: 10GB is none, and nobody counts them; who writes a size means at most that much."""
     if size_bytes < HOST_SIZE_BYTES_MIN:
+        raise values.Refused("smaller than 1MiB")
+    return size_bytes - size_bytes % values.PAGE_BYTES
+
+
+def _gpu_size(size_bytes: int) -> int:
+    """Whole pages, as `_host_size`."""
+    if 0 < size_bytes < GPU_SIZE_BYTES_MIN:
         raise values.Refused("smaller than 1MiB")
     return size_bytes - size_bytes % values.PAGE_BYTES
 
@@ -168,9 +175,20 @@ class Ssd(Section):
 class Gpu(Section):
     """The tier in device memory."""
 
-    size_bytes: Annotated[Size, AfterValidator(_only(0, "a GPU tier is"))] = Field(
-        default=0, alias="size", description='"0" (off)'
+    size_bytes: Annotated[Size, AfterValidator(_gpu_size)] = Field(
+        default=0,
+        alias="size",
+        description=f"{SIZE}, at least 1MiB: the pool of each device; 0 is off",
     )
+    devices: Annotated[str, BeforeValidator(values.parse_devices)] = Field(
+        default="all", description='"all", or a list of UUIDs as nvidia-smi -L shows them (as text: with commas)'
+    )
+    handles: Literal["ipc", "descriptor"] = Field(default="ipc", description='"ipc" or "descriptor"')
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """UUIDs; ("all",) where none is named."""
+        return tuple(self.devices.split(","))
 
 
 class Evict(Section):

@@ -6,6 +6,7 @@ what is allowed. Every `format_*` writes what its `parse_*` reads back as the sa
 """
 
 import ipaddress
+import json
 import os
 import re
 from fractions import Fraction
@@ -16,6 +17,11 @@ HITS_MAX = 65535
 """Hits of a block are counted up to here."""
 SOCKET_PATH_BYTES_MAX = 107
 """Linux's sun_path holds 108 bytes with the final NUL."""
+ALL_DEVICES = "all"
+DEVICES_MAX = 64
+_ORDINAL = re.compile(r"(?:[A-Za-z]+:)?[0-9]+")
+_UUID = re.compile(r"(?=.{1,64}\Z)[A-Za-z][A-Za-z0-9]*-[A-Za-z0-9-]+")
+"""`GPU-...` or `MIG-...`; at most 64 characters, as handles have room for (kvstored_cuda/devices/handles.py)."""
 PERSIST_WORDS = ("none", "fdstore")
 DURATION_S_MIN = 0.001
 DURATION_S_MAX = 24 * 3600.0
@@ -131,6 +137,33 @@ def parse_persist(value: object) -> str:
     if not isinstance(value, str) or (value not in PERSIST_WORDS and not value.startswith("/")):
         raise Refused("neither of the words nor an absolute path")
     return value if value in PERSIST_WORDS else str(parse_path(value))
+
+
+def parse_devices(value: object) -> str:
+    """`all`, or UUIDs with commas between them, of a list or of such a text; each once, as they are named."""
+    if isinstance(value, str) and value.startswith("["):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise Refused("not a list of texts") from None
+    names = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
+        raise Refused("neither all nor a list of texts")
+    if names == [ALL_DEVICES]:
+        return ALL_DEVICES
+    for name in names:
+        if _ORDINAL.fullmatch(name):
+            raise Refused(
+                f"{name} is a device's number, which is another one's with each CUDA_VISIBLE_DEVICES; name it by its "
+                "UUID"
+            )
+        if not _UUID.fullmatch(name):
+            raise Refused(f"{name[:80]!r} is not a UUID")
+    if len(set(names)) < len(names):
+        raise Refused("a device is named twice")
+    if len(names) > DEVICES_MAX:
+        raise Refused(f"more than {DEVICES_MAX} devices")
+    return ",".join(names)
 
 
 def parse_socket_path(value: object) -> Path:

@@ -149,6 +149,11 @@ class PendingCommits:
             if ref in spoiled:
                 raise FailedPrecondition(f"slot {ref:#x} is in a commit whose event failed: it ends with its session")
 
+    def taken_from(self, session: Session) -> set[int]:
+        """Slots granted to a session that are in a Commit of it, or in one whose event failed."""
+        watched = (ref for commit in self.watched.values() if commit.session is session for ref in commit.refs)
+        return self.spoiled.get(session.id, set()).union(watched)
+
     def remove(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
         """These blocks do not become visible by a commit that waits; how many there are."""
         wanted, removed = set(keys), 0

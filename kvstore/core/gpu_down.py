@@ -33,6 +33,9 @@ ABOVE_MAX = 256
 AHEAD_PRIORITY = 1
 """What is about to be evicted goes before what was stored a moment ago."""
 
+WANTED_PRIORITY = 2
+"""What somebody waits for goes before both."""
+
 
 class CopyDowns:
     """From one device to memory."""

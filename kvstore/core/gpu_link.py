@@ -7,7 +7,7 @@ and end with the next step (`settle`).
 
 from collections.abc import Callable
 
-from kvstore.core.block import NONE
+from kvstore.core.block import NONE, SEALED
 from kvstore.core.carrier import Carrier
 from kvstore.core.gpu_jobs import GpuCounts, GpuJob
 from kvstore.core.holds import Namespace, Tenant
@@ -141,6 +141,15 @@ class GpuLink:
         key = self.store.table.key[row]
         assert key is not None, f"row {row} of the device has no key"
         return (self.side.memory_of[self.store.table.namespace[row]].id, key)
+
+    def blocks_step(self, memory: Namespace, start: int, rows_max: int) -> list[Block]:
+        """A namespace's blocks on the device, among `rows_max` rows from `start`."""
+        device, table = self.side.device_of.get(memory.id), self.store.table
+        if device is None:
+            return []
+        rows = range(start, min(start + rows_max, len(table)))
+        here = (row for row in rows if table.state[row] == SEALED and table.namespace[row] == device.id)
+        return [(memory.id, table.key[row] or b"") for row in here]
 
     def on_ssd(self, block: Block) -> bool:
         """Whether the SSD has it."""

@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from kvstore.core import leaving
 from kvstore.core.block import NONE, SEALED
 from kvstore.core.gpu_commits import PendingCommit, PendingCommits
-from kvstore.core.gpu_down import CopyDowns
+from kvstore.core.gpu_down import WANTED_PRIORITY, CopyDowns
 from kvstore.core.gpu_jobs import AwaitQuiet, CopyDown, CopyUp, GpuCounts, GpuJob
 from kvstore.core.gpu_link import GpuLink
 from kvstore.core.gpu_losing import GpuLosing
@@ -126,8 +127,12 @@ class GpuPool:
             session.detach.difference_update(segments)
             self.store.segments.forget_session(session.id, list(segments))
 
-    def end_session(self, client: Session, *, process_gone: bool) -> None:
-        """As `Store.end_session`, which is called for memory's, and as often."""
+    def end_session(self, client: Session, *, process_gone: bool, writes: bool = False) -> None:
+        """As `Store.end_session`, which is called for memory's, and as often.
+
+        `writes`: kernels of its process may write straight to memory, so its end on the device is of interest even
+        where it has nothing here.
+        """
         session = self._of.get(client.id)
         if session is None or self.link.trouble:
             return  # of a device that is lost all sessions end
@@ -135,7 +140,7 @@ class GpuPool:
             self.store.end_session(session, process_gone=False)
             self.commits.session_ended(session)
         if process_gone and client.id not in self._ask_again and client.id not in self._asking.values():
-            if session.granted or session.leased or self._maps(session):
+            if writes or session.granted or session.leased or self._maps(session):
                 self._ask_again[client.id] = 0.0
             else:
                 self._forget(client.id)
@@ -144,14 +149,13 @@ class GpuPool:
         """The process of `old` attached again as `heir`, and says what it still uses of this device; the rest is free.
 
         As `Store.resume`, and before it; but what a copy may be under way to is kept, though nobody names it.
-        Raises what that does, and Unavailable for what is named of a device that is lost.
+        Raises what `check_resume` does.
         """
+        self.check_resume(old, heir, leased, granted)
         before = self._of.get(old.id)
-        if before is None and not (leased or granted):
+        if before is None:
             return
         session = self.session_of(heir)
-        if before is None:
-            raise FailedPrecondition(f"session {old.id} had nothing on device {self.uuid}")
         self.end_session(old, process_gone=False)
         kept = self.commits.kept_from(before, set(granted))
         table = self.store.segments
@@ -162,6 +166,48 @@ class GpuPool:
         self.commits.inherit(session, kept)
         self.commits.session_forgotten(before)
         del self._of[old.id]
+
+    def check_resume(self, old: Session, heir: Session, leased: Sequence[int], granted: Sequence[int]) -> None:
+        """All that `resume` raises: what `Store.resume` does, and Unavailable for what is named of a lost device.
+
+        Nothing is changed, but that `heir` may have a session here that holds nothing.
+        """
+        before = self._of.get(old.id)
+        if before is None and not (leased or granted):
+            return
+        session = self.session_of(heir)
+        if before is None:
+            raise FailedPrecondition(f"session {old.id} had nothing on device {self.uuid}")
+        leaving.check_resume(self.store, before, session, leased, granted)
+
+    def own(self, client: Session, refs: Sequence[int]) -> list[int]:
+        """Those of these slots that are granted to this client and that no Commit has taken from it."""
+        session = self._of.get(client.id)
+        if session is None:
+            return []
+        taken = self.commits.taken_from(session)
+        return [ref for ref in refs if ref in session.granted and ref not in taken]
+
+    def held_bytes(self, client: Session) -> int:
+        """Of slots that a client was granted, or holds; those in commits of its own that failed are among them."""
+        session = self._of.get(client.id)
+        return 0 if session is None else session.held_bytes
+
+    def maps(self, client: Session) -> bool:
+        """Whether a client was given memory that it has not said to have closed."""
+        session = self._of.get(client.id)
+        return session is not None and self._maps(session)
+
+    def left(self, client: Session) -> None:
+        """A client that holds nothing here says that it has closed all that it was given, and will use nothing."""
+        session = self._of.get(client.id)
+        if session is not None and not session.held_bytes:
+            self._ask_again.pop(client.id, None)
+            self._forget(client.id)
+
+    def knows(self, pid: int, born: int) -> bool:
+        """Whether a process may have work on the device: a session of its own has not ended, or it is not quiet yet."""
+        return any(session.pid == pid and session.born == born for session in self._of.values())
 
     def _maps(self, session: Session) -> bool:
         table = self.store.segments
@@ -300,16 +346,20 @@ class GpuPool:
         self.link.settle()
         return after
 
+    def bring_down(self, block: Block) -> bool:
+        """Has a block copied to memory ahead of others; False where it is not going to be."""
+        return not self.link.trouble and self.downs.offer(self.link.device_row(block), WANTED_PRIORITY)
+
     def pin(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float, now: float) -> None:
         """Keeps copies on the device from eviction."""
         device = self.link.side.device_of.get(namespace.id)
         if device is not None:
             self.store.pin(device, keys, ttl_s, now)
 
-    def unpin(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
+    def unpin(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
+        """Lets eviction have copies on the device again; how many were pinned."""
         device = self.link.side.device_of.get(namespace.id)
-        if device is not None:
-            self.store.unpin(device, keys)
+        return 0 if device is None else self.store.unpin(device, keys)
 
     def save_step(self, start: int, rows_max: int) -> int | None:
         """Queues to be copied down what no other tier has, among `rows_max` rows; where to go on, None at the end."""
@@ -408,7 +458,8 @@ class GpuPool:
     def lose(self, why: str) -> list[int]:
         """The device is gone: everybody who waits is answered; sessions of memory's store that are to be told.
 
-        `tick` then drops its blocks in steps, until `losing.over`.
+        Nothing of these can touch the device any more: `on_quiet` is not called for them, also not for those whose
+        process went before; this answer is in its place. `tick` then drops its blocks in steps, until `losing.over`.
         """
         if self.link.trouble:
             return []

@@ -6,7 +6,7 @@ to the devices first, then to the SSD, then to memory, whose counts are those of
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from kvstore.core.block import NONE
+from kvstore.core.block import NONE, PINNED
 from kvstore.core.gpu_jobs import GpuCounts
 from kvstore.core.gpu_link import GpuLink
 from kvstore.core.gpu_pool import GpuPool
@@ -70,13 +70,13 @@ class GpuTier:
     # -- calls
 
     def has(self, namespace: Namespace, key: bytes) -> bool:
-        """Whether a device has a block of memory's namespace."""
-        return any(pool.has((namespace.id, key)) for pool in self.pools.values())
+        """Whether a device that is in use has a block of memory's namespace."""
+        return any(not pool.trouble and pool.has((namespace.id, key)) for pool in self.pools.values())
 
     def only_here(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
         """How many of these blocks devices have and neither memory nor the SSD does."""
-        blocks = ((namespace.id, key) for key in dict.fromkeys(keys) if self.has(namespace, key))
-        return sum(not self._below(block) for block in blocks)
+        blocks = ((namespace.id, key) for key in dict.fromkeys(keys))
+        return sum(bool(self._pools_of(block)) and not self._below(block) for block in blocks)
 
     def _below(self, block: Block) -> bool:
         row = self._memory.namespaces[block[0] - 1].tenant.rows.get(block[1], NONE)
@@ -95,10 +95,11 @@ class GpuTier:
             pool.remove(namespace, keys)
         return only
 
-    def clear_step(self, namespace: Namespace, start: int, rows_max: int) -> int | None:
-        """Removes a namespace's copies among `rows_max` rows of one pool; where to go on, None at the end.
+    def clear_step(self, namespace: Namespace, start: int, rows_max: int) -> tuple[int | None, int, int]:
+        """Removes a namespace's copies among `rows_max` rows of one pool.
 
-        `start` is 0 for the first step, and what the last one answered for the others.
+        `start` is 0 for the first step, and what the last one answered for the others. Answers where to go on (None
+        at the end), how many copies, and of how many blocks they were the only ones.
         """
         pools = list(self.pools.values())
         at, row = divmod(start, 1 << 32)
@@ -106,11 +107,16 @@ class GpuTier:
             for pool in pools:
                 pool.commits.clear(namespace)
         if at >= len(pools):
-            return None
+            return None, 0, 0
+        blocks = pools[at].link.blocks_step(namespace, row, rows_max)
+        only = sum(not self._below(block) and self._pools_of(block) == [pools[at]] for block in blocks)
         after = pools[at].clear_step(namespace, row, rows_max)
         if after is not None:
-            return at << 32 | after
-        return (at + 1) << 32 if at + 1 < len(pools) else None
+            return at << 32 | after, len(blocks), only
+        return (at + 1) << 32 if at + 1 < len(pools) else None, len(blocks), only
+
+    def _pools_of(self, block: Block) -> list[GpuPool]:
+        return [pool for pool in self.pools.values() if pool.has(block)]
 
     def pin(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float, now: float) -> int:
         """Keeps copies on devices from eviction; how many blocks are there only."""
@@ -118,10 +124,41 @@ class GpuTier:
             pool.pin(namespace, keys, ttl_s, now)
         return self.only_here(namespace, keys)
 
-    def unpin(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
-        """Lets eviction have copies on devices again."""
-        for pool in self.pools.values():
-            pool.unpin(namespace, keys)
+    def unpin(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
+        """Lets eviction have copies on devices again; how many blocks were pinned there, and neither in memory nor on
+        the SSD."""
+        unpinned = 0
+        for key in keys:
+            here = [pool.unpin(namespace, [key]) for pool in self.pools.values()]
+            unpinned += any(here) and not self._pinned_below((namespace.id, key))
+        return unpinned
+
+    def _pinned_below(self, block: Block) -> bool:
+        row = self._memory.namespaces[block[0] - 1].tenant.rows.get(block[1], NONE)
+        if row != NONE and self._memory.table.namespace[row] == block[0] and self._memory.table.marks[row] & PINNED:
+            return True
+        disk = self._moving.link.disk_row(block) if self._moving is not None else NONE
+        return disk != NONE and self._moving is not None and bool(self._moving.link.disk.table.marks[disk] & PINNED)
+
+    def bring_down(self, namespace: Namespace, keys: Sequence[bytes]) -> list[Block]:
+        """Has copied to memory what of the leading run devices have and neither memory nor an SSD in use; which.
+
+        The run ends at a block that is nowhere, or cannot be copied now.
+        """
+        coming: list[Block] = []
+        for key in keys:
+            block = (namespace.id, key)
+            pools = self._pools_of(block)
+            if not any(pool.bring_down(block) for pool in pools):
+                if not self._below(block):
+                    break
+            elif not pools[0].link.elsewhere(block):
+                coming.append(block)
+        return coming
+
+    def coming_down(self, blocks: Sequence[Block]) -> list[Block]:
+        """Those of these blocks that are on their way to memory still; the others are there, or do not come."""
+        return [block for block in blocks if any(block in pool.downs.coming for pool in self.pools.values())]
 
     def end_session(self, client: Session, *, process_gone: bool) -> None:
         """As `Store.end_session` of memory's store, and as often."""
@@ -131,10 +168,13 @@ class GpuTier:
     def resume(self, old: Session, heir: Session, uses: Mapping[str, tuple[Sequence[int], Sequence[int]]]) -> None:
         """As `Store.resume` of memory's store, and before it; `uses`: device -> slots leased and granted there.
 
-        Raises what `GpuPool.resume` does; devices before that one have been resumed then, and may be again.
+        Raises what `GpuPool.check_resume` does for any of them, before any is changed. Whoever calls this sees to it
+        that memory's store will not refuse either (`leaving.check_resume`), or to repeat it.
         """
         for uuid in uses:
             self.pool(uuid)
+        for uuid, pool in self.pools.items():
+            pool.check_resume(old, heir, *uses.get(uuid, ((), ())))
         for uuid, pool in self.pools.items():
             pool.resume(old, heir, *uses.get(uuid, ((), ())))
 

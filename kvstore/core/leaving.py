@@ -36,23 +36,35 @@ def resume(store: "Store", old: Session, heir: Session, leased: Sequence[int], g
 
     A slot named in `granted` that is not granted (any more) is passed over: it was committed
     by a call whose answer never arrived, and its next Commit answers FailedPrecondition.
+    """
+    check_resume(store, old, heir, leased, granted)
+    keep_leased = _counted(leased)
+    end(store, old, process_gone=False)
+    _forget(store, old, keep_leased, set(granted), heir)
+
+
+def check_resume(store: "Store", old: Session, heir: Session, leased: Sequence[int], granted: Sequence[int]) -> None:
+    """All that `resume` raises, and nothing is changed: it may be called for every store before the first is.
+
     A lease that was never there is an error: whoever looks at that slot must stop.
     """
     if old.tenant is not heir.tenant or old.id not in store.sessions:
         raise FailedPrecondition("there is no such session of this tenant to resume")
     if leased or granted:
         refusals.check_may_hold(heir)
-    keep_leased: dict[int, int] = {}
-    for ref in leased:
-        keep_leased[ref] = keep_leased.get(ref, 0) + 1
-    for ref, count in keep_leased.items():
+    for ref, count in _counted(leased).items():
         if count > old.leased.get(ref, 0):
             raise InvalidArgument(f"the resumed session did not hold slot {ref:#x} {count} times")
     refusals.check_leases(heir, len(leased))
     if not store.ledger.has_room(heir, len(leased) + len(granted)):
         raise ResourceExhausted(refusals.NO_LEDGER_ROOM)
-    end(store, old, process_gone=False)
-    _forget(store, old, keep_leased, set(granted), heir)
+
+
+def _counted(refs: Sequence[int]) -> dict[int, int]:
+    counted: dict[int, int] = {}
+    for ref in refs:
+        counted[ref] = counted.get(ref, 0) + 1
+    return counted
 
 
 def _forget(

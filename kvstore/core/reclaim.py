@@ -45,6 +45,9 @@ class Reclaimed:
     ssd_blocks: int = 0
     """Copies that were dropped from the SSD; `blocks` are those of memory."""
     ssd_bytes: int = 0
+    gpu_blocks: int = 0
+    """The same from devices."""
+    gpu_bytes: int = 0
 
     def keep(self, slot_bytes: int, *, pinned: bool, leased: bool) -> None:
         """One block stays."""
@@ -150,7 +153,10 @@ Step = Callable[[int, int, Reclaimed], int | None]
 
 
 class Tiers(Protocol):
-    """Where blocks are dropped: in one tier, or in both. Tenants and namespaces are memory's."""
+    """Where blocks are dropped: in one tier, or in several. Tenants and namespaces are memory's."""
+
+    from_ssd: bool
+    """Whether something may go from the SSD."""
 
     def keys_step(self, tenant: Tenant, keys: Sequence[bytes], done: Reclaimed) -> None: ...
     def rows_steps(self, tenant: Tenant | None, namespace: Namespace | None) -> Sequence[Step]:
@@ -162,7 +168,9 @@ class Tiers(Protocol):
 
 
 class InMemory:
-    """Memory alone: what the SSD has stays there."""
+    """Memory alone: what other tiers have stays there."""
+
+    from_ssd = False
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -182,6 +190,8 @@ class InMemory:
 
 class OnSsd:
     """The SSD alone: what memory has stays there. A copy that is being read counts as leased."""
+
+    from_ssd = True
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -213,6 +223,8 @@ class OnSsd:
 
 class Both:
     """Memory and the SSD at once: each block goes from both, or stays in both."""
+
+    from_ssd = True
 
     def __init__(self, link: Link) -> None:
         self._link = link

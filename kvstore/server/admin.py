@@ -19,7 +19,7 @@ from kvstore.core.reclaim import Reclaimed
 from kvstore.core.segments import FREE, GRANTED, QUARANTINED, Segment
 from kvstore.core.store import Store
 from kvstore.logs import logger
-from kvstore.server import removing, stats
+from kvstore.server import devices, removing, stats
 from kvstore.server.audit import Who
 from kvstore.server.calls import Node, SsdPort, checked_keys, checked_tenant
 from kvstore.server.peer import Peer
@@ -113,6 +113,10 @@ def _tiers(node: Node, tenant: Tenant) -> list[tuple[Store, Tenant]]:
         on_disk = node.moving.link.joined.disk_tenants.get(tenant.id)
         if on_disk is not None:
             found.append((node.moving.link.disk, on_disk))
+    for pool in node.device_clients.pools():
+        on_device = pool.link.side.device_tenants.get(tenant.id)
+        if on_device is not None and not pool.trouble:
+            found.append((pool.store, on_device))
     return found
 
 
@@ -140,7 +144,7 @@ async def _whole_key(node: Node, tenant: Tenant, prefix: bytes) -> bytes:
 
 
 async def _key(node: Node, tenant: Tenant, prefix: bytes) -> pb.InspectReply:
-    """From the highest tier that has the block."""
+    """From the first that has the block, of memory, the SSD and devices."""
     counted = 0
     key = await _whole_key(node, tenant, prefix)
     here = next(((store, of) for store, of in _tiers(node, tenant) if key in of.rows), None)
@@ -188,21 +192,24 @@ def _namespace_of(node: Node, store: Store, row: int) -> Namespace:
     number = store.table.namespace[row]
     if store is node.store:
         return store.namespaces[number - 1]
-    assert node.moving is not None, "a second store is the SSD's"
-    return node.moving.link.joined.memory_of[number]
+    if node.moving is not None and store is node.moving.link.disk:
+        return node.moving.link.joined.memory_of[number]
+    return next(pool.link.side for pool in node.device_clients.pools() if pool.store is store).memory_of[number]
 
 
 def _copies(node: Node, tenant: Tenant, key: bytes) -> Iterator[pb.Copy]:
     """Where the block is, memory first."""
+    uuids = {id(pool.store): pool.uuid for pool in node.device_clients.pools()}
     for store, of in _tiers(node, tenant):
         row = of.rows.get(key)
         if row is not None:
-            place = store.table.place[row]
+            place, device = store.table.place[row], uuids.get(id(store), "")
             yield pb.Copy(
-                tier=pb.TIER_HOST if store is node.store else pb.TIER_SSD,
+                tier=pb.TIER_HOST if store is node.store else pb.TIER_GPU if device else pb.TIER_SSD,
                 segment=ref_segment(place),
                 slot=ref_slot(place),
                 size_bytes=store.namespaces[store.table.namespace[row] - 1].block_bytes,
+                device=device,
             )
 
 
@@ -281,7 +288,7 @@ async def evict(node: Node, request: pb.EvictRequest, who: Who) -> pb.EvictReply
     """Drops what is asked for and held by nobody. A caller that hangs up stops it where it is."""
     done, what = Reclaimed(), request.WhichOneof("what")
     outcome, tiers = "stopped", _evict_from(node, request)
-    from_disk = None if isinstance(tiers, reclaim.InMemory) else Removed(None, None)
+    from_disk = Removed(None, None) if tiers.from_ssd else None
     unknown = _not_known(node) if from_disk is not None else ""
     try:
         if unknown:
@@ -361,6 +368,7 @@ def _log_evicted(request: pb.EvictRequest, outcome: str, done: Reclaimed, who: W
     of = request.tenant or ("*" if what in ("all", "size_bytes") else "default")
     named = {"namespace": request.namespace.hex()} if what == "namespace" else {}
     names = ["blocks", "size_bytes", "held", "absent", *(["ssd_blocks", "ssd_bytes"] if done.ssd_blocks else [])]
+    names += ["gpu_blocks", "gpu_bytes"] if done.gpu_blocks else []
     did = {name: getattr(done, name) for name in names}
     log.info("evicted as asked", what=what, tenant=of, **named, outcome=outcome, **did, **who)
 
@@ -376,11 +384,20 @@ async def _evict_rows(walks: Sequence[reclaim.Step], done: Reclaimed) -> None:
 def _evict_from(node: Node, request: pb.EvictRequest) -> reclaim.Tiers:
     """Where. What is to go from the SSD alone cannot, while it is not known what it has."""
     moving, tier, what = node.moving, request.tier, request.WhichOneof("what")
-    if tier not in (pb.TIER_NONE, pb.TIER_HOST, pb.TIER_SSD):
-        raise InvalidArgument(f"tier {tier}: this daemon evicts from the host tier, from the SSD, or from both")
+    if tier not in (pb.TIER_NONE, pb.TIER_GPU, pb.TIER_HOST, pb.TIER_SSD):
+        raise InvalidArgument(f"tier {tier}: this daemon evicts from devices, the host tier, the SSD, or everywhere")
+    if tier == pb.TIER_GPU and node.gpu is None:
+        raise FailedPrecondition(devices.NO_DEVICE)
     if tier == pb.TIER_SSD and moving is None:
         raise FailedPrecondition(NO_SSD)
-    if moving is None or tier == pb.TIER_HOST or (tier == pb.TIER_NONE and what == "size_bytes"):
+    if tier == pb.TIER_HOST or (tier == pb.TIER_NONE and what == "size_bytes"):
+        return reclaim.InMemory(node.store)
+    if node.gpu is not None and tier != pb.TIER_SSD:
+        from kvstore.core.gpu_reclaim import Everywhere, OnDevices
+
+        link = moving.link if moving is not None else None
+        return OnDevices(node.gpu.tier) if tier == pb.TIER_GPU else Everywhere(node.store, link, node.gpu.tier)
+    if moving is None:
         return reclaim.InMemory(node.store)
     if tier == pb.TIER_SSD and not moving.ready:
         raise FailedPrecondition(
@@ -454,10 +471,10 @@ async def end_session(node: Node, request: pb.EndSessionRequest, who: Who, own: 
     if session is None:
         return pb.EndSessionReply()
     if session.ended:
-        return pb.EndSessionReply(quarantined=len(session.granted))
+        return pb.EndSessionReply(quarantined=node.device_clients.granted(session))
     close = node.closers.get(number)
     if close is None:
         raise FailedPrecondition(f"session {number} is a call under way ({session.client}); it ends by itself")
     log.info("session ended as asked", session=number, of_client=session.client, of_pid=session.pid, **who)
     close()
-    return pb.EndSessionReply(found=True, quarantined=len(session.granted))
+    return pb.EndSessionReply(found=True, quarantined=node.device_clients.granted(session))

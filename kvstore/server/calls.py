@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvstore.core import holds, refusals
 from kvstore.core.holds import Namespace, Session, Tenant
@@ -19,11 +19,19 @@ from kvstore.core.moves import Name
 from kvstore.core.store import STORED, Store
 from kvstore.server.audit import Refusals
 from kvstore.server.bound import Bindings
+from kvstore.server.device_clients import DeviceClients
 from kvstore.server.figures import Figures
 from kvstore.server.tickets import AllTickets
 from kvstored.v1 import KEY_BYTES, KEYS_MAX
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+
+if TYPE_CHECKING:
+    from kvstore.core.gpu_tier import GpuTier
+    from kvstored_cuda.devices.handles import Handle
+
+DEADLINE_MS_MAX = 600_000
+"""Of a load or prefetch."""
 
 MEMORY_WAIT_S = 0.8
 """How long a reservation may wait for memory that is being prefaulted; with the message itself below 1 s."""
@@ -66,6 +74,33 @@ class PersistPort(Protocol):
     def degraded(self) -> list[str]: ...
 
 
+class GpuPort(Protocol):
+    """What the edge needs of the devices whose memory the daemon owns.
+
+    Whoever calls `GpuPool.lose` tells `Node.device_clients.quiet` of every number that it answers.
+    """
+
+    @property
+    def tier(self) -> "GpuTier":
+        """Pools of the devices that were opened."""
+
+    @property
+    def exporter(self) -> bytes:
+        """This life of the daemon, as its handles name it."""
+
+    def devices(self) -> list[pb.Device]: ...
+    def handle(self, uuid: str, segment: int) -> "Handle | None":
+        """Of a segment that is live in that device's pool; None where there is none (any more)."""
+
+    def stats(self) -> list[pb.GpuStats]: ...
+    def off(self) -> str:
+        """Why there is no device although gpu.size is set; "" where there is one."""
+
+    def degraded(self) -> list[str]: ...
+    def pump(self) -> None:
+        """Hands workers what there is to do: after every step that may have left something."""
+
+
 class RemovalsPort(Protocol):
     """Where removals are written down that the SSD cannot be told of at present."""
 
@@ -88,7 +123,7 @@ class Node:
     jobs_ready: Callable[[], None]
     """To be called after a step that may have left jobs or index work."""
     memory_changed: Callable[[], asyncio.Future[None]]
-    """A future that is done when a segment was made or given up."""
+    """A future that is done when a segment was made or given up, of the slab or of a device."""
     started: float = 0.0
     lease_ttl_s: float = 30.0
     witness: Callable[[int, int], tuple[int, str]] = lambda pid, uid: (0, "")
@@ -101,6 +136,8 @@ class Node:
     """Where memory outlives the daemon."""
     removals: RemovalsPort | None = None
     """Where there is an SSD."""
+    gpu: GpuPort | None = None
+    """Where gpu.size is set."""
     protocol_errors: int = 0
     internal_errors: int = 0
     """Exceptions in calls that are bugs of the daemon; any makes it unhealthy for a while (readiness.py)."""
@@ -112,16 +149,21 @@ class Node:
     """Tokens by which gRPC calls are a session's."""
 
     refusals: Refusals = field(default_factory=Refusals)
-    tickets: AllTickets | None = field(init=False)
-    """What callers have asked the SSD for, where there is one."""
+    device_clients: DeviceClients = field(init=False)
+    """How sessions end, in all tiers, and what their processes have of devices."""
+
+    tickets: AllTickets = field(init=False)
+    """What callers have asked the SSD, and devices, for."""
 
     def __post_init__(self) -> None:
         self.figures = Figures(self.store.counts)
-        self.tickets = AllTickets(self.moving, self.jobs_ready) if self.moving is not None else None
+        self.tickets = AllTickets(self.moving, self.jobs_ready)
+        self.device_clients = DeviceClients(self)
 
     def degraded(self) -> list[str]:
         """What is out of use, or not as it should be, while all that is asked of the daemon works."""
-        return [why for part in (self.ssd, self.persist) if part is not None for why in part.degraded()]
+        parts = (self.ssd, self.persist, self.gpu)
+        return [why for part in parts if part is not None for why in part.degraded()]
 
 
 def checked_keys(keys: Sequence[bytes]) -> Sequence[bytes]:
@@ -176,6 +218,13 @@ def hinted(hint: pb.Hint) -> tuple[str, float]:
     return hint.conversation, hint.ttl_s
 
 
+def deadline(milliseconds: int) -> float:
+    """When that is, from now."""
+    if milliseconds > DEADLINE_MS_MAX:
+        raise InvalidArgument(f"deadline_ms {milliseconds} is above {DEADLINE_MS_MAX}")
+    return time.monotonic() + milliseconds / 1000
+
+
 async def reserve(node: Node, session: Session, namespace: Namespace, count: int, expires: float) -> list[int]:
     """`Store.reserve`, waiting a bounded time while memory for it is on its way.
 
@@ -221,7 +270,7 @@ def commit(
         ttl_s,
         conversation,
     )
-    _served(node, session.tenant, request)
+    served(node, session.tenant, request.hint)
     node.figures.stored(results.count(STORED) * namespace.block_bytes)
     return results
 
@@ -248,7 +297,6 @@ def _commit_durable(
 ) -> None:
     check_durable(node)
     refusals.check_may_hold(session)
-    assert node.tickets is not None, "there is no SSD"
     keys = checked_keys(request.keys)
     if request.slots or request.parents or request.depths:
         results = commit(node, session, namespace, request, list(request.slots))
@@ -264,9 +312,8 @@ def check_durable(node: Node) -> None:
         raise FailedPrecondition("durable=True needs an SSD tier, and this daemon has none (ssd.path is off)")
 
 
-def _served(node: Node, tenant: Tenant, request: pb.CommitRequest | pb.PutHeader | pb.TouchRequest) -> None:
+def served(node: Node, tenant: Tenant, hint: pb.Hint) -> None:
     """A hint says that a conversation is being served: its blocks are not to leave memory for being idle."""
-    hint = request.hint
     if node.moving is not None and hint.conversation:
         node.moving.served(tenant.name, hint.conversation, hint.tokens_generated, time.monotonic())
 
@@ -312,11 +359,32 @@ def match(node: Node, tenant: Tenant, request: pb.MatchRequest) -> pb.MatchReply
         return pb.MatchReply(blocks=there, tiers=[pb.TIER_SSD] * there)
     if request.tier != pb.TIER_NONE:
         raise InvalidArgument(f"tier {request.tier}: blocks are looked for on the SSD, or (TIER_NONE) anywhere")
-    run = present(node, namespace, checked_keys(request.keys))
-    if node.moving is not None and node.moving.trouble and not all(run):
-        run = run[: run.index(False)]  # the rest is there, and cannot be read
-    tiers = [pb.TIER_HOST if in_memory else pb.TIER_SSD for in_memory in run]
-    return pb.MatchReply(blocks=len(run), tiers=tiers)
+    keys = checked_keys(request.keys)
+    tiers = [pb.TIER_HOST if in_memory else pb.TIER_SSD for in_memory in present(node, namespace, keys)]
+    if node.gpu is not None:
+        tiers = _on_devices(node.gpu, node, namespace, keys, tiers)
+    if node.moving is not None and node.moving.trouble and pb.TIER_SSD in tiers:
+        tiers = tiers[: tiers.index(pb.TIER_SSD)]  # the rest is there, and cannot be read
+    return pb.MatchReply(blocks=len(tiers), tiers=tiers)
+
+
+def _on_devices(
+    gpu: GpuPort, node: Node, namespace: Namespace, keys: Sequence[bytes], below: list[pb.Tier]
+) -> list[pb.Tier]:
+    """The fastest tier of each block of the leading run, where `below` is that of the run in other tiers."""
+    tiers: list[pb.Tier] = []
+    start = 0
+    for at, key in enumerate(keys):
+        if gpu.tier.has(namespace, key):
+            tiers.append(pb.TIER_GPU)
+            continue
+        if at - start >= len(below):  # that run ended at a block that only a device has: another may begin here
+            start = at
+            below = [pb.TIER_HOST if here else pb.TIER_SSD for here in present(node, namespace, keys[at:])]
+            if not below:
+                break
+        tiers.append(below[at - start])
+    return tiers
 
 
 def touch(node: Node, tenant: Tenant, request: pb.TouchRequest) -> pb.TouchReply:
@@ -326,12 +394,19 @@ def touch(node: Node, tenant: Tenant, request: pb.TouchRequest) -> pb.TouchReply
     if request.reports:
         node.figures.told(tenant, node.store.namespaces, request.reports)
     used(node, tenant, keys, conversation)
-    _served(node, tenant, request)
+    served(node, tenant, request.hint)
     return pb.TouchReply()
 
 
 def used(node: Node, tenant: Tenant, keys: Sequence[bytes], conversation: str = "") -> None:
     """Blocks were used, wherever they are."""
+    if node.gpu is not None:
+        node.gpu.tier.touch(tenant, keys, time.monotonic())
+    used_below(node, tenant, keys, conversation)
+
+
+def used_below(node: Node, tenant: Tenant, keys: Sequence[bytes], conversation: str = "") -> None:
+    """Blocks were used on a device, which knows: what of them is in memory and on the SSD is as recent."""
     now = time.monotonic()
     node.store.touch(tenant, keys, now, conversation)
     if node.moving is not None:
@@ -343,6 +418,8 @@ def pin(node: Node, tenant: Tenant, request: pb.PinRequest) -> pb.PinReply:
     namespace = node.store.namespace(tenant, request.namespace_id)
     keys, now = checked_keys(request.keys), time.monotonic()
     pinned = node.store.pin(namespace, keys, request.ttl_s, now)
+    if node.gpu is not None:
+        pinned += node.gpu.tier.pin(namespace, keys, request.ttl_s, now)
     if node.moving is not None:
         pinned += node.moving.pin_on_disk(namespace, keys, request.ttl_s, now)
     return pb.PinReply(pinned=pinned)
@@ -351,8 +428,10 @@ def pin(node: Node, tenant: Tenant, request: pb.PinRequest) -> pb.PinReply:
 def unpin(node: Node, tenant: Tenant, request: pb.UnpinRequest) -> pb.UnpinReply:
     namespace = node.store.namespace(tenant, request.namespace_id)
     keys, unpinned = checked_keys(request.keys), 0
+    if node.gpu is not None:
+        unpinned = node.gpu.tier.unpin(namespace, keys)
     if node.moving is not None:
-        unpinned = node.moving.unpin_on_disk(namespace, keys)
+        unpinned += node.moving.unpin_on_disk(namespace, keys)
     return pb.UnpinReply(unpinned=unpinned + node.store.unpin(namespace, keys))
 
 

@@ -13,8 +13,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from kvstore.core.holds import Session, Tenant
-from kvstore.core.store import Store
-from kvstore.server import admin, calls, loads, removing
+from kvstore.server import admin, calls, devices, loads, removing
 from kvstore.server.auth import ANY_TENANT
 from kvstore.server.calls import Node
 from kvstore.server.grpc_caller import Caller
@@ -22,7 +21,8 @@ from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.errors import Unauthenticated
 
 Answer = Callable[[Node, Caller, Any], Message | Awaitable[Message]]
-GiveBack = Callable[[Store, Session, Any], None]
+GiveBack = Callable[[Node, Session, Any, Any], None]
+"""Of the node: that session, its message, and the answer."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ def _commit(node: Node, caller: Caller, request: pb.CommitRequest) -> pb.CommitR
     return reply
 
 
-def _give_back_slots(store: Store, session: Session, reply: pb.ReserveReply | pb.CommitReply) -> None:
+def _give_back_slots(node: Node, session: Session, _: Any, reply: pb.ReserveReply | pb.CommitReply) -> None:
     if not session.ended:
-        store.abort(session, [slot for slot in reply.slots if slot in session.granted])
+        node.store.abort(session, [slot for slot in reply.slots if slot in session.granted])
 
 
 def _abort(node: Node, caller: Caller, request: pb.AbortRequest) -> pb.AbortReply:
@@ -91,16 +91,25 @@ def _load(node: Node, caller: Caller, request: pb.LoadRequest) -> pb.LoadReply |
     return loads.load(node, caller.bound("Load"), request, counted=not caller.reports)
 
 
-def _give_back_leases(store: Store, session: Session, reply: pb.AcquireReply | pb.LoadReply) -> None:
+def _give_back_leases(node: Node, session: Session, _: Any, reply: pb.AcquireReply | pb.LoadReply) -> None:
     """One hold for each time that a slot is named, if they are there still."""
     if not session.ended:
         named = Counter(reply.slots)
         held = {slot: min(count, session.leased.get(slot, 0)) for slot, count in named.items()}
-        store.release(session, list(Counter(held).elements()))
+        node.store.release(session, list(Counter(held).elements()))
 
 
 def _release(node: Node, caller: Caller, request: pb.ReleaseRequest) -> pb.ReleaseReply:
     return calls.release(node, caller.bound("Release"), request)
+
+
+def _devices(node: Node, caller: Caller, _: pb.DevicesRequest) -> pb.DevicesReply:
+    caller.bound("Devices")
+    return devices.devices(node)
+
+
+def _device(node: Node, caller: Caller, request: pb.DeviceRequest) -> devices.Answer:
+    return devices.over_grpc(node, caller.bound("Device"), request)
 
 
 # -- of a session's, or of a tenant's where the call is no session's
@@ -218,6 +227,8 @@ CALLS: dict[str, Call] = {
     "Acquire": Call(pb.AcquireRequest, _acquire, give_back=_give_back_leases),
     "Release": Call(pb.ReleaseRequest, _release),
     "Load": Call(pb.LoadRequest, _load, WAITS, give_back=_give_back_leases),
+    "Devices": Call(pb.DevicesRequest, _devices),
+    "Device": Call(pb.DeviceRequest, _device, give_back=devices.give_back),
     "Prefetch": Call(pb.PrefetchRequest, _prefetch),
     "Ticket": Call(pb.TicketRequest, _ticket, WAITS),
     "Inspect": Call(pb.InspectRequest, _inspect, ADMINISTRATION),

@@ -248,7 +248,7 @@ class GrpcEdge:
                     with caller.under_way():
                         reply = await reply
             if call.give_back is not None:
-                await self._deliver(context, call.give_back, caller.bound(name), reply)
+                await self._deliver(context, call.give_back, caller.bound(name), request, reply)
             if name in ("Match", "Acquire"):
                 namespace = self.node.store.namespaces[request.namespace_id - 1]
                 found = reply.blocks if name == "Match" else len(reply.slots)
@@ -263,7 +263,7 @@ class GrpcEdge:
 
         return handle
 
-    async def _deliver(self, context: Any, give_back: GiveBack, session: Session, reply: Any) -> None:
+    async def _deliver(self, context: Any, give_back: GiveBack, session: Session, request: Any, reply: Any) -> None:
         """Sends what a call granted, ahead of its status; what does not get out is given back.
 
         Where an answer goes with the status, gRPC tells nobody whether it got out. So no caller
@@ -278,7 +278,7 @@ class GrpcEdge:
                 await context.write(reply.SerializeToString())
         except BaseException:
             if session.gave_back == gave_back:
-                give_back(self.node.store, session, reply)
+                give_back(self.node, session, request, reply)
                 self.node.jobs_ready()
             raise
 
@@ -299,8 +299,7 @@ class GrpcEdge:
             try:
                 yield session
             finally:
-                if self.node.tickets is not None:
-                    self.node.tickets.end(session)
+                self.node.tickets.end(session)
                 store.end_session(session, process_gone=True)
                 self.node.jobs_ready()
 

@@ -425,7 +425,7 @@ class GetStream:
         while True:
             run = calls.present(node, namespace, keys)
             in_memory = run.index(False) if False in run else len(run)
-            if node.tickets is None or node.moving is None or not run:
+            if node.moving is None or not run:
                 return self._lease(keys[:in_memory])
             if in_memory:  # and the rest comes while this is sent
                 slots = self._lease(keys[:in_memory])

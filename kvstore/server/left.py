@@ -43,7 +43,7 @@ class LeftSession:
     def _exited(self) -> None:
         if self.session is not None:
             log.info("process gone", session=self.session.id, client=self.session.client, pid=self.peer.pid)
-            self.server.node.store.end_session(self.session, process_gone=True)
+            self.server.node.device_clients.end_session(self.session, process_gone=True)
         self.forget()
 
     def forget(self) -> None:

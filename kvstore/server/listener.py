@@ -91,10 +91,12 @@ class SessionServer:
         """Where the table of sessions is full, forgets one that ended holding nothing."""
         if len(self.node.store.sessions) < holds.SESSIONS_MAX:
             return
+        clients = self.node.device_clients
         for client in self.clients:
             session = client.session
-            if client.connection.closed and session is not None and not session.held_bytes:
-                self.node.store.end_session(session, process_gone=True)
+            held = session is None or session.held_bytes or clients.held_bytes(session) or clients.maps(session)
+            if client.connection.closed and session is not None and not held:
+                clients.forget(session)
                 client.forget()
                 return
 

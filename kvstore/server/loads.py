@@ -15,11 +15,7 @@ from kvstore.server import calls
 from kvstore.server.calls import Node
 from kvstore.server.tickets import WAIT_S, AllTickets, Tickets
 from kvstored.v1 import kvstore_pb2 as pb
-from kvstored.v1.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
-
-DEADLINE_MS_MAX = 600_000
-"""Of a load or prefetch."""
-
+from kvstored.v1.errors import FailedPrecondition, ResourceExhausted
 
 # -- loads
 
@@ -29,7 +25,7 @@ def load(
 ) -> pb.LoadReply | Coroutine[Any, Any, pb.LoadReply]:
     """Answers at once where nothing is to be waited for. `counted`: its caller does not tell what it reads."""
     refusals.check_may_hold(session)
-    if node.tickets is None:
+    if node.moving is None and node.gpu is None:
         return _acquired(node, session, request, counted=counted)
     tickets, number = node.tickets.of_session(session), request.ticket
     if request.give_up:
@@ -37,9 +33,12 @@ def load(
         return pb.LoadReply()
     if not number:
         namespace = node.store.namespace(session.tenant, request.namespace_id)
-        keys, deadline = calls.checked_keys(request.keys), _deadline(request.deadline_ms)
+        keys, deadline = calls.checked_keys(request.keys), calls.deadline(request.deadline_ms)
+        coming = node.gpu.tier.bring_down(namespace, keys) if node.gpu is not None else []
+        if node.moving is None and not coming:
+            return _acquired(node, session, request, counted=counted)
         try:
-            number = tickets.load(namespace, keys, deadline)
+            number = _begin(node, tickets, namespace, keys, deadline, coming)
         except ResourceExhausted as e:
             return _busy(node, namespace, keys, str(e), counted=counted)
     found = tickets.find_load(number)
@@ -49,6 +48,24 @@ def load(
     if not wait_s:
         return pb.LoadReply(ticket=number, busy=found.ticket.busy)
     return _waited(node, session, tickets, number, wait_s, counted=counted)
+
+
+def _begin(
+    node: Node,
+    tickets: Tickets,
+    namespace: Namespace,
+    keys: Sequence[bytes],
+    deadline: float,
+    coming: Sequence[tuple[int, bytes]],
+) -> int:
+    """A load; `coming`: what is copied down from devices for it."""
+    if not coming:
+        return tickets.load(namespace, keys, deadline)
+    from kvstore.server.device_tickets import LoadFromDevices
+
+    assert node.gpu is not None, "a node without devices"
+    node.gpu.pump()
+    return tickets.want(lambda: LoadFromDevices(node, namespace, keys, deadline, coming))
 
 
 def _acquired(node: Node, session: Session, request: pb.LoadRequest, *, counted: bool) -> pb.LoadReply:
@@ -131,20 +148,14 @@ def acquire(node: Node, session: Session, namespace: Namespace, keys: Sequence[b
     return slots
 
 
-def _deadline(milliseconds: int) -> float:
-    if milliseconds > DEADLINE_MS_MAX:
-        raise InvalidArgument(f"deadline_ms {milliseconds} is above {DEADLINE_MS_MAX}")
-    return time.monotonic() + milliseconds / 1000
-
-
 # -- prefetches
 
 
 def prefetch(node: Node, tenant: Tenant, session: Session | None, request: pb.PrefetchRequest) -> pb.PrefetchReply:
     """Begins to bring blocks into memory; a ticket of that session's, else of the tenant's."""
     namespace = node.store.namespace(tenant, request.namespace_id)
-    keys, deadline = calls.checked_keys(request.keys), _deadline(request.deadline_ms)
-    if node.tickets is None:
+    keys, deadline = calls.checked_keys(request.keys), calls.deadline(request.deadline_ms)
+    if node.moving is None:
         return pb.PrefetchReply(state=pb.TICKET_DONE, blocks=len(node.store.match(namespace, keys)))
     tickets = _of(node.tickets, tenant, session)
     number = tickets.prefetch(namespace, keys, deadline, request.priority)
@@ -158,9 +169,7 @@ def prefetch(node: Node, tenant: Tenant, session: Session | None, request: pb.Pr
 def ticket(
     node: Node, tenant: Tenant, session: Session | None, request: pb.TicketRequest
 ) -> pb.TicketReply | Coroutine[Any, Any, pb.TicketReply]:
-    """How far a prefetch or a durable commit is."""
-    if node.tickets is None:
-        return pb.TicketReply()
+    """How far it is what a ticket is of."""
     tickets = _of(node.tickets, tenant, session)
     found = tickets.find(request.ticket)
     if found is None:

@@ -5,7 +5,7 @@ Totals are yielded as they are, never added to a counter, so nothing rises while
 happens. Everything is made anew for each scrape and nothing is kept between two.
 
 Labels have few values: operations, tiers, calls of the contract, reasons, background loops,
-and at most TENANTS_MAX tenants. No namespace, key, client or conversation is one.
+devices, and at most TENANTS_MAX tenants. No namespace, key, client or conversation is one.
 """
 
 from collections import Counter
@@ -24,6 +24,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from kvstore.core.holds import TENANTS_MAX
+from kvstore.server import gpu_metrics
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.latency import BOUNDS_S, BUCKETS
 
@@ -115,6 +116,7 @@ class _Families(Collector):
             yield from _ssd_moves(reply.ssd)
         if reply.HasField("persist"):
             yield from _persist(reply.persist)
+        yield from gpu_metrics.families(reply.gpus)
 
 
 def _counter(name: str, says: str, value: float) -> Metric:

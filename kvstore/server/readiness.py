@@ -6,8 +6,8 @@ again, within the same step of the event loop (core/probe.py). Nobody can meet i
 all but the last of the memory is held, such a put works and its block is evicted at once:
 that is no store either, and is said of the memory.
 
-An SSD that is out of use stops neither: memory serves. Nor does memory that would not outlive the
-daemon. Each is named, as "degraded: ...", and keeps nobody from being sent here: elsewhere the same
+An SSD or a device that is out of use stops neither: memory serves. Nor does memory that would not
+outlive the daemon. Each is named, as "degraded: ...", and keeps nobody from being sent here: elsewhere the same
 request would find no more.
 
 Health is less: what `Node.problems` says. A daemon whose memory is all held is healthy and
@@ -77,7 +77,7 @@ class Readiness:
             "event loop": "ok" if late <= LATE_S_MAX else f"{late:.1f} s late; at most {LATE_S_MAX} s are well",
             "health": "; ".join(problems) or "ok",
         }
-        for name, part in (("ssd", self._node.ssd), ("persist", self._node.persist)):
+        for name, part in (("ssd", self._node.ssd), ("persist", self._node.persist), ("gpu", self._node.gpu)):
             if part is not None:
                 degraded = "; ".join(part.degraded())
                 checks[name] = f"{DEGRADED}{degraded}" if degraded else "ok"

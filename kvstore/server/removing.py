@@ -161,9 +161,12 @@ def remove(
     """From all tiers; a block counts once. With a ticket of `tickets`, where one is asked for and to be had."""
     namespace = node.store.namespace(tenant, request.namespace_id)
     keys, count = checked_keys(request.keys), 0
+    if node.gpu is not None:
+        count = node.gpu.tier.remove(namespace, keys)
+        node.gpu.pump()
     if node.moving is not None:
-        count = node.moving.remove_from_disk(namespace, keys)
-        node.store.counts.removed += count
+        count += node.moving.remove_from_disk(namespace, keys)
+    node.store.counts.removed += count
     reply = pb.RemoveReply(removed=count + node.store.remove(namespace, keys))
     removing = begin(node, Removed([namespace.id], keys), REMOVED_S)
     if removing is None:
@@ -186,13 +189,14 @@ def remove(
 async def clear(node: Node, tenant: Tenant, request: pb.ClearRequest) -> pb.ClearReply:
     """Clears in bounded steps; blocks committed to the namespace meanwhile may or may not survive.
 
-    The SSD comes first, so that nothing of it is loaded into memory that was cleared already; and once more
-    after memory, for what was being written meanwhile, until there was nothing.
+    Devices and the SSD come first, so that nothing of them is brought to memory that was cleared already; and once
+    more after memory, for what was being copied or written meanwhile, until there was nothing.
     """
     namespace = node.store.namespace(tenant, request.namespace_id)
     counts, removed = node.store.counts, 0
     for round_ in range(CLEAR_ROUNDS_MAX):
-        dropped, only = await _clear_disk(node, namespace)
+        of_devices, of_disk = await _clear_devices(node, namespace), await _clear_disk(node, namespace)
+        dropped, only = of_devices[0] + of_disk[0], of_devices[1] + of_disk[1]
         counts.removed += only
         removed += only
         if round_ and not dropped:
@@ -203,12 +207,24 @@ async def clear(node: Node, tenant: Tenant, request: pb.ClearRequest) -> pb.Clea
             at = node.store.clear_step(namespace, at, CLEAR_ROWS)
             removed += counts.removed - before
             await asyncio.sleep(0)
-        if node.moving is None:
+        if node.moving is None and node.gpu is None:
             break
     # After the last step: what was being written meanwhile and was cleared, too, has a number of its own.
     upto = node.removals.last_record() if node.removals is not None else 0
     removing = begin(node, Removed([namespace.id], None, whole=namespace, upto=upto), CLEARED_S)
     return pb.ClearReply(removed=removed, not_on_disk_yet=await removing.decided() if removing is not None else "")
+
+
+async def _clear_devices(node: Node, namespace: Namespace) -> tuple[int, int]:
+    """How many copies went from devices, and of how many blocks they were the only ones."""
+    dropped, only = 0, 0
+    at: int | None = 0
+    while at is not None and node.gpu is not None:
+        at, copies, blocks = node.gpu.tier.clear_step(namespace, at, CLEAR_ROWS)
+        dropped, only = dropped + copies, only + blocks
+        node.gpu.pump()
+        await asyncio.sleep(0)
+    return dropped, only
 
 
 async def _clear_disk(node: Node, namespace: Namespace) -> tuple[int, int]:

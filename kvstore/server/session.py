@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf.message import DecodeError
 
 from kvstore.core.holds import Session
+from kvstore.instance import start_ticks
 from kvstore.logs import logger
-from kvstore.server import calls, loads, removing, session_admin
+from kvstore.server import calls, devices, loads, removing, session_admin
 from kvstore.server.figures import CALLS_OF_OPS
 from kvstore.server.frames import Connection, FrameError, watch
 from kvstore.server.left import LeftSession
@@ -151,6 +152,8 @@ class ClientSession:
         if session is not None and (session.recall or session.detach):
             reply.recall = session.recall
             reply.detach.extend(session.detach)
+        if session is not None:
+            reply.detach_devices.extend(self.server.node.device_clients.detaching(session))
         self.connection.send(reply.SerializeToString(), descriptors)
 
     def _later(self, number: int, kind: str, work: Coroutine[Any, Any, Any], began: float) -> None:
@@ -196,6 +199,8 @@ class ClientSession:
             raise FailedPrecondition("who asks for the old session is gone")
         server.make_place()
         born, why = node.witness(self.peer.pid, self.peer.uid) if self.peer.pidfd >= 0 else (0, self.peer.why)
+        if node.gpu is not None and not born:
+            born = start_ticks(self.peer.pid) or 0  # what an event says counts only while this process lives
         read_only = hello.read_only or bool(why)
         session = node.store.open_session(
             tenant,
@@ -210,7 +215,7 @@ class ClientSession:
         try:
             resumed = old is not None and old.session is not None and self._resume(old, session, hello.resume)
         except KVStoreError:
-            node.store.end_session(session, process_gone=True)
+            node.device_clients.forget(session)
             raise
         self.session = session
         # By its old name too: if this reply is lost, the client knows no other.
@@ -232,6 +237,7 @@ class ClientSession:
             resumed=resumed,
             granted=session.granted,
             token=node.bindings.bind(session),
+            devices=node.device_clients.kept(session, hello.resume.devices) if resumed else (),
         )
 
     def _resume(self, old: "ClientSession | LeftSession", heir: Session, resume: pb.Resume) -> bool:
@@ -240,7 +246,7 @@ class ClientSession:
         assert was is not None
         if was.tenant is not heir.tenant or heir.read_only or not old.peer.same(self.peer):
             return False
-        self.server.node.store.resume(was, heir, resume.leased, resume.granted)
+        self.server.node.device_clients.resume(was, heir, resume)
         log.info("session taken over by a new connection", session=was.id, pid=self.peer.pid)
         self._unlist(was)
         old.session = None
@@ -267,10 +273,15 @@ class ClientSession:
             self.forget()
             return
         self._unlist(self.session)
-        clean = not self.session.held_bytes and (self.leaving or not self._has_mappings())
+        clients = self.server.node.device_clients
+        held_bytes = self.session.held_bytes + clients.held_bytes(self.session)
+        clean = not held_bytes and (self.leaving or not self._has_mappings())
         gone = clean or self.peer.gone()
-        self._say("session ended", quarantined=0 if gone else self.session.held_bytes)
-        self.server.node.store.end_session(self.session, process_gone=gone)
+        self._say("session ended", quarantined=0 if gone else held_bytes)
+        if clean:
+            clients.forget(self.session)
+        else:
+            clients.end_session(self.session, process_gone=gone)
         if gone:
             self.forget()
 
@@ -278,14 +289,13 @@ class ClientSession:
         """Nobody may find this session any more, to close it or to make calls as it; what it waited for goes."""
         self.server.node.closers.pop(session.id, None)
         self.server.node.bindings.end(session)
-        if self.server.node.tickets is not None:
-            self.server.node.tickets.end(session)
+        self.server.node.tickets.end(session)
 
     def _has_mappings(self) -> bool:
-        """Whether this session was given memory that its process may still have mapped."""
+        """Whether this session was given memory that its process may still have mapped, or has used a device."""
         assert self.session is not None
         number, segments = self.session.id, self.server.node.store.segments
-        return any(
+        return self.server.node.device_clients.knows(self.session) or any(
             number in segment.sessions for table in (segments.live, segments.draining) for segment in table.values()
         )
 
@@ -295,7 +305,7 @@ class ClientSession:
             self.connection.close()
         if self.session is not None:
             self._say("process gone")
-            self.server.node.store.end_session(self.session, process_gone=True)
+            self.server.node.device_clients.end_session(self.session, process_gone=True)
         self.forget()
 
     def forget(self) -> None:
@@ -387,7 +397,7 @@ class ClientSession:
     ) -> pb.RemoveReply | Coroutine[Any, Any, pb.RemoveReply]:
         _check_changes(session)
         node, may_wait = self.server.node, len(self.tasks) < UNANSWERED_MAX
-        tickets = node.tickets.of_session(session) if node.tickets is not None and request.ticket else None
+        tickets = node.tickets.of_session(session) if node.moving is not None and request.ticket else None
         return removing.remove(node, session.tenant, request, tickets, may_wait=may_wait)
 
     def pin(self, session: Session, request: pb.PinRequest) -> pb.PinReply:
@@ -410,6 +420,13 @@ class ClientSession:
         self.leaving = request.leaving
         self.server.node.jobs_ready()
         return pb.SyncReply()
+
+    def devices(self, _: Session, __: pb.DevicesRequest) -> pb.DevicesReply:
+        return devices.devices(self.server.node)
+
+    def device(self, session: Session, request: pb.DeviceRequest) -> Any:
+        answer, descriptors = devices.device(self.server.node, session, request)
+        return WithDescriptors(answer, descriptors) if descriptors else answer
 
     def stats(self, _: Session, __: pb.StatsRequest) -> pb.StatsReply:
         return self.server.stats()
@@ -447,6 +464,8 @@ CALLS: dict[str, Callable[[ClientSession, Session, Any], Any]] = {
     "unpin": ClientSession.unpin,
     "clear": ClientSession.clear,
     "sync": ClientSession.sync,
+    "devices": ClientSession.devices,
+    "device": ClientSession.device,
     "stats": ClientSession.stats,
     "health": ClientSession.health,
     **session_admin.CALLS,

@@ -156,13 +156,15 @@ def build(
         calls=list(node.figures.call_stats()),
         ssd=node.ssd.stats() if node.ssd is not None else None,
         persist=node.persist.stats() if node.persist is not None else None,
+        gpus=node.gpu.stats() if node.gpu is not None else [],
+        gpus_off=node.gpu.off() if node.gpu is not None else "",
     )
 
 
 def keep_only(reply: pb.StatsReply, node: Node, tenant: str) -> None:
     """Leaves out of the reply what is of other tenants: pools, sessions, indexes and namespaces.
 
-    What is of the whole node stays: its memory, its SSD, counters, calls and loops name no tenant.
+    What is of the whole node stays: its memory, its SSD, its devices, counters, calls and loops name no tenant.
     """
     for rows in (reply.pools, reply.sessions, reply.indexes):
         kept = [row for row in rows if row.tenant == tenant]

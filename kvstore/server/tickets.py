@@ -1,4 +1,4 @@
-"""What callers have asked the tier below memory for, and are not done with: loads, prefetches, durable commits.
+"""What callers have asked other tiers for, and are not done with: loads, prefetches, durable commits.
 
 Each is a ticket of its owner: the session, or for gRPC calls that are no session's the tenant.
 Nobody waits in a call for as long as a disk may take: a call answers within WAIT_S with a
@@ -8,7 +8,8 @@ Rules
   - a load keeps what it brings until its owner takes it: one whose owner has not asked for
     ASK_AGAIN_S is given up, as all are when the session ends;
   - a prefetch and a durable commit end by themselves, by their deadlines; their end is known
-    for KNOWN_S, or until too many others have ended since.
+    for KNOWN_S, or until too many others have ended since. So do those that are about a device
+    (device_tickets.py), which there are without an SSD as well.
 """
 
 import asyncio
@@ -75,8 +76,30 @@ class Awaited:
                 await self._over.wait()
 
 
-class Load(Awaited):
-    """The leading run of some keys on its way to memory, and held there. Whoever made it must `close` it.
+class Wanted(Awaited):
+    """Blocks on their way to memory for somebody who waits. Whoever made it must `close` it."""
+
+    namespace: Namespace
+    keys: Sequence[bytes]
+    began: float
+    """As time.perf_counter has it."""
+
+    @property
+    def ticket(self) -> core.Ticket:
+        """How far it is."""
+        raise NotImplementedError
+
+    def missing(self, found: int) -> int:
+        """How many blocks behind the first `found` are there, and did not come since too much was asked for or held."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Nothing is held for it any more."""
+        raise NotImplementedError
+
+
+class Load(Wanted):
+    """The leading run of some keys on its way to memory, and held there.
 
     Where nothing of it may be held at present, since others hold all that may be, it is tried
     again until its deadline: that is no miss.
@@ -94,7 +117,11 @@ class Load(Awaited):
         self.namespace = namespace
         self.keys = keys
         self.began = time.perf_counter()
-        self.ticket = self._ask()
+        self._ticket = self._ask()
+
+    @property
+    def ticket(self) -> core.Ticket:
+        return self._ticket
 
     def _ask(self) -> core.Ticket:
         ticket = self._moving.load(self.namespace, self.keys, self._deadline, self._ended)
@@ -116,13 +143,12 @@ class Load(Awaited):
         self._timer = None
         self._moving.loads.close(self.ticket)
         try:
-            self.ticket = self._ask()
+            self._ticket = self._ask()
         except ResourceExhausted:  # others were faster
             self.ticket.busy = True
             self._ended(self.ticket)
 
     def missing(self, found: int) -> int:
-        """How many blocks behind the first `found` are there, and did not come since too much was asked for or held."""
         if not self.ticket.busy:
             return 0
         return max(len(self._moving.match(self.namespace, self.keys)) - found, 0)
@@ -149,6 +175,9 @@ class Kept(Awaited):
     def reply(self) -> pb.TicketReply:
         """How far it is."""
         raise NotImplementedError
+
+    def forgotten(self) -> None:
+        """It has ended, and its number means nothing any more."""
 
 
 class Prefetch(Kept):
@@ -251,30 +280,40 @@ class Saving(Kept):
 class Tickets:
     """Those of one owner."""
 
-    def __init__(self, moving: Movement, numbers: Callable[[], int], begun: Callable[[], None]) -> None:
-        self._moving = moving
+    def __init__(self, moving: Movement | None, numbers: Callable[[], int], begun: Callable[[], None]) -> None:
+        """`moving`: where there is an SSD. Loads, prefetches to memory and durable commits are for who has one."""
+        self._found = moving
         self._number = numbers
         self._begun = begun
-        self._loads: dict[int, Load] = {}
+        self._loads: dict[int, Wanted] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._running: dict[int, Kept] = {}
         self._ended: dict[int, Kept] = {}
         self._ends: deque[tuple[float, int]] = deque()
         """When each of `_ended` was seen to have ended."""
 
+    @property
+    def _moving(self) -> Movement:
+        assert self._found is not None, "there is no SSD"
+        return self._found
+
     # -- loads
 
     def load(self, namespace: Namespace, keys: Sequence[bytes], deadline: float) -> int:
         """Begins to bring the leading run of `keys`; answers the number to ask by."""
+        return self.want(lambda: Load(self._moving, namespace, keys, deadline, self._begun))
+
+    def want(self, begin: Callable[[], Wanted]) -> int:
+        """Begins a load; answers the number to ask by."""
         if len(self._loads) >= LOADS_MAX:
             raise ResourceExhausted(f"{LOADS_MAX} loads of this session are under way already")
-        load = Load(self._moving, namespace, keys, deadline, self._begun)
+        load = begin()
         number = self._number()
         self._loads[number] = load
         self._await_owner(number)
         return number
 
-    def find_load(self, number: int) -> Load:
+    def find_load(self, number: int) -> Wanted:
         """A load whose owner asks for it again."""
         load = self._loads.get(number)
         if load is None:
@@ -301,9 +340,7 @@ class Tickets:
 
     def prefetch(self, namespace: Namespace, keys: Sequence[bytes], deadline: float, priority: int) -> int:
         """Begins to bring the leading run of `keys` ahead of use."""
-        why = self._too_many(Prefetch, len(keys))
-        if why:
-            raise ResourceExhausted(why)
+        self.check_room(Prefetch, len(keys))
         return self._keep(Prefetch(self._moving, namespace, keys, deadline, priority))
 
     def save(self, namespace: Namespace, keys: Sequence[bytes]) -> tuple[int, str]:
@@ -318,6 +355,12 @@ class Tickets:
         saving.add(namespace, keys)
         saving.begin()
         return (0, saving.why) if saving.over else (self._keep(saving), "")
+
+    def check_room(self, kind: type[Kept], keys: int) -> None:
+        """Raises ResourceExhausted where one more of that kind is not taken: before it is begun."""
+        why = self._too_many(kind, keys)
+        if why:
+            raise ResourceExhausted(why)
 
     def keep(self, awaited: Kept) -> int:
         """A number to ask about it by; 0 where its owner has too many of that kind."""
@@ -350,7 +393,7 @@ class Tickets:
             self._ended[number] = self._running.pop(number)
             self._ends.append((now, number))
         while self._ends and (self._ends[0][0] <= now - KNOWN_S or self._above_limits()):
-            del self._ended[self._ends.popleft()[1]]
+            self._ended.pop(self._ends.popleft()[1]).forgotten()
 
     def _above_limits(self) -> bool:
         return len(self._ended) > ENDED_MAX or sum(awaited.size for awaited in self._ended.values()) > KEYS_MAX
@@ -369,8 +412,8 @@ class Tickets:
 class AllTickets:
     """By owner."""
 
-    def __init__(self, moving: Movement, begun: Callable[[], None]) -> None:
-        """`begun` is called when there is something new for the SSD's workers."""
+    def __init__(self, moving: Movement | None, begun: Callable[[], None]) -> None:
+        """`begun` is called when there is something new for the SSD's workers; `moving`: where there is an SSD."""
         self._moving = moving
         self._begun = begun
         self._of: dict[tuple[str, int], Tickets] = {}

@@ -246,7 +246,7 @@ def test_tasks_that_wait_for_the_disk_leave_threads_for_those_that_read_memory(
     cold, warm = cold_and_warm(ns)
 
     async def scenario() -> None:
-        async with aio.Client(daemon.endpoint, timeout_s=1.0) as client:
+        async with aio.Client(daemon.endpoint, timeout_s=4.0) as client:
             own = await client.raw_namespace(request.node.name, BLOCK)
             assert await own.get(warm) == bytes_of(warm)
             daemon.hang("reads")

@@ -330,7 +330,7 @@ class Gpus(RuleBasedStateMachine):
             return
         at: int | None = 0
         while at is not None:
-            at = node.tier.clear_step(ns, at, 3)
+            at = node.tier.clear_step(ns, at, 3)[0]
         for _ in range(2):  # once more for what was written meanwhile, as the server does
             at = 0
             while at is not None:

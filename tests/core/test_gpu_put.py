@@ -231,7 +231,7 @@ def test_clear_takes_commits_that_wait_with_it(node: GpuNode, client: Client) ->
     event = node.put_on(keys, client, start=1)
     at: int | None = 0
     while at is not None:
-        at = node.tier.clear_step(node.ns, at, 2)
+        at = node.tier.clear_step(node.ns, at, 2)[0]
     node.gpu.complete(event)
     node.gpu.run()
     assert not any(map(node.gpu.has, keys))

@@ -11,6 +11,7 @@ import pytest
 from kvstored_cuda.devices import Generation, Handle, HandleKind, Thing
 from kvstored_cuda.devices.errors import DeviceTimeout, InvalidHandle
 from kvstored_cuda.devices.handles import TOKEN_BYTES
+from kvstored_cuda.devices.host_device import HostDevice
 from kvstored_cuda.devices.opened import Opened
 
 THREADS, ROUNDS, HANDLES = 8, 300, 3
@@ -97,3 +98,14 @@ def test_a_close_that_fails_is_told_and_counts_no_more() -> None:
     with pytest.raises(InvalidHandle):
         use.close()
     assert len(opened) == 0
+
+
+def test_a_device_that_is_closed_twice_closes_nothing_of_anybody_else() -> None:
+    """Found here: the second close closed whatever had got the descriptor's number meanwhile."""
+    device = HostDevice("HOST-closed", 1 << 20)
+    device.close()
+    taken = [os.memfd_create(f"after-{n}") for n in range(8)]
+    device.close()
+    for descriptor in taken:
+        os.fstat(descriptor)
+        os.close(descriptor)

@@ -62,6 +62,8 @@ def said(blocks: int, held: int = 0, absent: int = 0, pinned: int = 0, leased: i
         "leased_bytes": leased * BLOCK,
         "ssd_blocks": 0,
         "ssd_bytes": 0,
+        "gpu_blocks": 0,
+        "gpu_bytes": 0,
         "not_on_disk_yet": "",
         "ssd_not_known": "",
     }

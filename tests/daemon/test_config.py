@@ -381,13 +381,7 @@ def test_files_have_no_huge_pages_of_their_own() -> None:
     assert not settings("host.size=65GiB", "host.persist=/dev/shm/kvstored").host.huge_pages_on
 
 
-@pytest.mark.parametrize(
-    ("override", "what"),
-    [
-        ("gpu.size=1GiB", "a GPU tier"),
-        ('remote=[{"url": "redis://localhost"}]', "stores on other nodes"),
-    ],
-)
+@pytest.mark.parametrize(("override", "what"), [('remote=[{"url": "redis://localhost"}]', "stores on other nodes")])
 def test_what_a_later_release_has_is_refused_by_name(override: str, what: str) -> None:
     message = problem(override)
     assert f"not part of this release; allowed: {PLACES[override.partition('=')[0]].description}" in message

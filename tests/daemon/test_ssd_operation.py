@@ -242,7 +242,9 @@ def test_a_key_that_only_the_ssd_has_is_not_absent(node: RunningDaemon, client: 
 
 
 def test_a_tier_that_does_not_exist_is_refused(client: Client) -> None:
-    with pytest.raises(InvalidArgument, match="from the host tier, from the SSD, or from both"):
+    with pytest.raises(InvalidArgument, match="from devices, the host tier, the SSD, or everywhere"):
+        admin.evict(client, pb.EvictRequest(all=True, tier=pb.TIER_REMOTE))
+    with pytest.raises(FailedPrecondition, match="no memory of devices"):
         admin.evict(client, pb.EvictRequest(all=True, tier=pb.TIER_GPU))
 
 

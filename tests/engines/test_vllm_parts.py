@@ -27,7 +27,7 @@ with warnings.catch_warnings():
     )
 
     from kvstore_client.connectors.vllm.connector import client_of
-    from kvstore_client.connectors.vllm.copies import GroupMemory, expect_read_only_views, rows_of
+    from kvstore_client.connectors.vllm.copies import GroupMemory, expect_read_only_views, memory_of, rows_of
     from kvstore_client.connectors.vllm.figures import Stats, Tally, length_of
     from kvstore_client.connectors.vllm.groups import need_of, obstacle
     from kvstore_client.connectors.vllm.handoff import answer_to, promised_by, tail_name
@@ -74,8 +74,9 @@ def test_memory_whose_blocks_are_not_one_run_is_refused_by_name() -> None:
         rows_of("layers.7", torch.zeros(2, 9, 16), 9)
     with pytest.raises(InvalidArgument, match="not one run of memory"):
         rows_of("layers.7", torch.zeros(9, 16, 4).transpose(1, 2), 9)
-    with pytest.raises(InvalidArgument, match="on meta; this release copies CPU memory only"):
-        rows_of("layers.7", torch.zeros(9, 16, device="meta"), 9)
+    elsewhere = rows_of("layers.7", torch.zeros(9, 16, device="meta"), 9)
+    with pytest.raises(InvalidArgument, match="on meta; kvstored copies memory of NVIDIA GPUs and of the host"):
+        memory_of([elsewhere], ["layers.7"])
 
 
 def present(stored: dict[tuple[int, int], set[int]]):  # type: ignore[no-untyped-def]

@@ -356,9 +356,9 @@ class Program:
 
         save = WorkerSide._save_run
 
-        def noted(worker: Any, order: Any, run: Any, since: float) -> Any:
+        def noted(worker: Any, order: Any, run: Any, since: float, after: Any) -> Any:
             self.saved += [(order.space, run.group, name) for name in run.hashes]
-            return save(worker, order, run, since)
+            return save(worker, order, run, since, after)
 
         WorkerSide._save_run = noted  # type: ignore[assignment, method-assign]
 

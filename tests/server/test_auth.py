@@ -226,6 +226,8 @@ REQUESTS: dict[str, Any] = {
     "Acquire": pb.AcquireRequest(namespace_id=1),
     "Release": pb.ReleaseRequest(),
     "Load": pb.LoadRequest(namespace_id=1),
+    "Devices": pb.DevicesRequest(),
+    "Device": pb.DeviceRequest(device="GPU-1", generation=1),
     "Prefetch": pb.PrefetchRequest(namespace_id=1),
     "Ticket": pb.TicketRequest(ticket=1),
     "Inspect": pb.InspectRequest(session=1),

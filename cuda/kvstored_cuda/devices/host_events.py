@@ -96,7 +96,11 @@ class EventPage:
             (self._free if slot.completed >= slot.recorded else self._closed).append(index)
 
     def close(self) -> None:
-        os.close(self._descriptor)  # the mapping stays: a stream may still be writing into it
+        """Again: nothing, since the descriptor may be somebody else's by then."""
+        with self._lock:
+            descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)  # the mapping stays: a stream may still be writing into it
 
 
 class HostEvent(Awaited):

@@ -34,16 +34,18 @@ class InspectReply(_message.Message):
     def __init__(self, key: _Optional[_Union[KeyInfo, _Mapping]] = ..., namespace: _Optional[_Union[NamespaceInfo, _Mapping]] = ..., session: _Optional[_Union[SessionInfo, _Mapping]] = ..., segment: _Optional[_Union[SegmentInfo, _Mapping]] = ...) -> None: ...
 
 class Copy(_message.Message):
-    __slots__ = ("tier", "segment", "slot", "size_bytes")
+    __slots__ = ("tier", "segment", "slot", "size_bytes", "device")
     TIER_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
     tier: _stats_pb2.Tier
     segment: int
     slot: int
     size_bytes: int
-    def __init__(self, tier: _Optional[_Union[_stats_pb2.Tier, str]] = ..., segment: _Optional[int] = ..., slot: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+    device: str
+    def __init__(self, tier: _Optional[_Union[_stats_pb2.Tier, str]] = ..., segment: _Optional[int] = ..., slot: _Optional[int] = ..., size_bytes: _Optional[int] = ..., device: _Optional[str] = ...) -> None: ...
 
 class KeyInfo(_message.Message):
     __slots__ = ("key", "namespace", "copies", "parent", "parent_present", "children", "children_count", "depth", "hits", "idle_s", "age_s", "leases", "pinned_s", "ttl_s")
@@ -170,7 +172,7 @@ class EvictKeys(_message.Message):
     def __init__(self, keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class EvictReply(_message.Message):
-    __slots__ = ("blocks", "size_bytes", "held", "absent", "held_bytes", "pinned", "pinned_bytes", "leased", "leased_bytes", "ssd_blocks", "ssd_bytes", "not_on_disk_yet", "ssd_not_known")
+    __slots__ = ("blocks", "size_bytes", "held", "absent", "held_bytes", "pinned", "pinned_bytes", "leased", "leased_bytes", "ssd_blocks", "ssd_bytes", "not_on_disk_yet", "ssd_not_known", "gpu_blocks", "gpu_bytes")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
@@ -184,6 +186,8 @@ class EvictReply(_message.Message):
     SSD_BYTES_FIELD_NUMBER: _ClassVar[int]
     NOT_ON_DISK_YET_FIELD_NUMBER: _ClassVar[int]
     SSD_NOT_KNOWN_FIELD_NUMBER: _ClassVar[int]
+    GPU_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    GPU_BYTES_FIELD_NUMBER: _ClassVar[int]
     blocks: int
     size_bytes: int
     held: int
@@ -197,7 +201,9 @@ class EvictReply(_message.Message):
     ssd_bytes: int
     not_on_disk_yet: str
     ssd_not_known: str
-    def __init__(self, blocks: _Optional[int] = ..., size_bytes: _Optional[int] = ..., held: _Optional[int] = ..., absent: _Optional[int] = ..., held_bytes: _Optional[int] = ..., pinned: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., leased: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., ssd_blocks: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., not_on_disk_yet: _Optional[str] = ..., ssd_not_known: _Optional[str] = ...) -> None: ...
+    gpu_blocks: int
+    gpu_bytes: int
+    def __init__(self, blocks: _Optional[int] = ..., size_bytes: _Optional[int] = ..., held: _Optional[int] = ..., absent: _Optional[int] = ..., held_bytes: _Optional[int] = ..., pinned: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., leased: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., ssd_blocks: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., not_on_disk_yet: _Optional[str] = ..., ssd_not_known: _Optional[str] = ..., gpu_blocks: _Optional[int] = ..., gpu_bytes: _Optional[int] = ...) -> None: ...
 
 class EndSessionRequest(_message.Message):
     __slots__ = ("session",)

@@ -1,4 +1,5 @@
 from kvstored.v1 import admin_pb2 as _admin_pb2
+from kvstored.v1 import blocks_pb2 as _blocks_pb2
 from kvstored.v1 import stats_pb2 as _stats_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -22,6 +23,30 @@ from kvstored.v1.admin_pb2 import FlushRequest as FlushRequest
 from kvstored.v1.admin_pb2 import FlushReply as FlushReply
 from kvstored.v1.admin_pb2 import VerifyRequest as VerifyRequest
 from kvstored.v1.admin_pb2 import VerifyReply as VerifyReply
+from kvstored.v1.blocks_pb2 import Hint as Hint
+from kvstored.v1.blocks_pb2 import ReserveRequest as ReserveRequest
+from kvstored.v1.blocks_pb2 import ReserveReply as ReserveReply
+from kvstored.v1.blocks_pb2 import CommitRequest as CommitRequest
+from kvstored.v1.blocks_pb2 import CommitReply as CommitReply
+from kvstored.v1.blocks_pb2 import AbortRequest as AbortRequest
+from kvstored.v1.blocks_pb2 import AbortReply as AbortReply
+from kvstored.v1.blocks_pb2 import MatchRequest as MatchRequest
+from kvstored.v1.blocks_pb2 import MatchReply as MatchReply
+from kvstored.v1.blocks_pb2 import AcquireRequest as AcquireRequest
+from kvstored.v1.blocks_pb2 import AcquireReply as AcquireReply
+from kvstored.v1.blocks_pb2 import LoadRequest as LoadRequest
+from kvstored.v1.blocks_pb2 import LoadReply as LoadReply
+from kvstored.v1.blocks_pb2 import PrefetchRequest as PrefetchRequest
+from kvstored.v1.blocks_pb2 import PrefetchReply as PrefetchReply
+from kvstored.v1.blocks_pb2 import TicketRequest as TicketRequest
+from kvstored.v1.blocks_pb2 import TicketReply as TicketReply
+from kvstored.v1.blocks_pb2 import ReleaseRequest as ReleaseRequest
+from kvstored.v1.blocks_pb2 import ReleaseReply as ReleaseReply
+from kvstored.v1.blocks_pb2 import TouchRequest as TouchRequest
+from kvstored.v1.blocks_pb2 import Report as Report
+from kvstored.v1.blocks_pb2 import TouchReply as TouchReply
+from kvstored.v1.blocks_pb2 import CommitResult as CommitResult
+from kvstored.v1.blocks_pb2 import TicketState as TicketState
 from kvstored.v1.stats_pb2 import StatsRequest as StatsRequest
 from kvstored.v1.stats_pb2 import StatsReply as StatsReply
 from kvstored.v1.stats_pb2 import DaemonStats as DaemonStats
@@ -46,6 +71,14 @@ from kvstored.v1.stats_pb2 import Tier as Tier
 from kvstored.v1.stats_pb2 import Operation as Operation
 
 DESCRIPTOR: _descriptor.FileDescriptor
+STORED: _blocks_pb2.CommitResult
+EXISTS: _blocks_pb2.CommitResult
+REJECTED: _blocks_pb2.CommitResult
+TICKET_NONE: _blocks_pb2.TicketState
+TICKET_RUNNING: _blocks_pb2.TicketState
+TICKET_DONE: _blocks_pb2.TicketState
+TICKET_FAILED: _blocks_pb2.TicketState
+TICKET_CANCELLED: _blocks_pb2.TicketState
 TIER_NONE: _stats_pb2.Tier
 TIER_GPU: _stats_pb2.Tier
 TIER_HOST: _stats_pb2.Tier
@@ -67,20 +100,6 @@ class Code(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     INTERNAL: _ClassVar[Code]
     UNAVAILABLE: _ClassVar[Code]
     UNAUTHENTICATED: _ClassVar[Code]
-
-class CommitResult(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    STORED: _ClassVar[CommitResult]
-    EXISTS: _ClassVar[CommitResult]
-    REJECTED: _ClassVar[CommitResult]
-
-class TicketState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    TICKET_NONE: _ClassVar[TicketState]
-    TICKET_RUNNING: _ClassVar[TicketState]
-    TICKET_DONE: _ClassVar[TicketState]
-    TICKET_FAILED: _ClassVar[TicketState]
-    TICKET_CANCELLED: _ClassVar[TicketState]
 OK: Code
 INVALID_ARGUMENT: Code
 DEADLINE_EXCEEDED: Code
@@ -89,14 +108,6 @@ FAILED_PRECONDITION: Code
 INTERNAL: Code
 UNAVAILABLE: Code
 UNAUTHENTICATED: Code
-STORED: CommitResult
-EXISTS: CommitResult
-REJECTED: CommitResult
-TICKET_NONE: TicketState
-TICKET_RUNNING: TicketState
-TICKET_DONE: TicketState
-TICKET_FAILED: TicketState
-TICKET_CANCELLED: TicketState
 
 class Error(_message.Message):
     __slots__ = ("code", "message")
@@ -145,7 +156,7 @@ class DeviceUses(_message.Message):
     def __init__(self, device: _Optional[str] = ..., generation: _Optional[int] = ..., leased: _Optional[_Iterable[int]] = ..., granted: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("protocol", "nonce", "epoch", "version", "pid", "read_only", "read_only_reason", "tenant_bytes", "oldest_protocol", "resumed", "granted", "token")
+    __slots__ = ("protocol", "nonce", "epoch", "version", "pid", "read_only", "read_only_reason", "tenant_bytes", "oldest_protocol", "resumed", "granted", "token", "devices")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +169,7 @@ class HelloReply(_message.Message):
     RESUMED_FIELD_NUMBER: _ClassVar[int]
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     nonce: int
     epoch: int
@@ -170,7 +182,8 @@ class HelloReply(_message.Message):
     resumed: bool
     granted: _containers.RepeatedScalarFieldContainer[int]
     token: bytes
-    def __init__(self, protocol: _Optional[int] = ..., nonce: _Optional[int] = ..., epoch: _Optional[int] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., read_only: bool = ..., read_only_reason: _Optional[str] = ..., tenant_bytes: _Optional[int] = ..., oldest_protocol: _Optional[int] = ..., resumed: bool = ..., granted: _Optional[_Iterable[int]] = ..., token: _Optional[bytes] = ...) -> None: ...
+    devices: _containers.RepeatedCompositeFieldContainer[DeviceUses]
+    def __init__(self, protocol: _Optional[int] = ..., nonce: _Optional[int] = ..., epoch: _Optional[int] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., read_only: bool = ..., read_only_reason: _Optional[str] = ..., tenant_bytes: _Optional[int] = ..., oldest_protocol: _Optional[int] = ..., resumed: bool = ..., granted: _Optional[_Iterable[int]] = ..., token: _Optional[bytes] = ..., devices: _Optional[_Iterable[_Union[DeviceUses, _Mapping]]] = ...) -> None: ...
 
 class IndexRequest(_message.Message):
     __slots__ = ()
@@ -231,240 +244,6 @@ class OpenNamespaceReply(_message.Message):
     reserve_max: int
     segments: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, namespace_id: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., grant_max: _Optional[int] = ..., reserve_max: _Optional[int] = ..., segments: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class Hint(_message.Message):
-    __slots__ = ("conversation", "tokens_generated", "priority", "ttl_s")
-    CONVERSATION_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_GENERATED_FIELD_NUMBER: _ClassVar[int]
-    PRIORITY_FIELD_NUMBER: _ClassVar[int]
-    TTL_S_FIELD_NUMBER: _ClassVar[int]
-    conversation: str
-    tokens_generated: int
-    priority: int
-    ttl_s: float
-    def __init__(self, conversation: _Optional[str] = ..., tokens_generated: _Optional[int] = ..., priority: _Optional[int] = ..., ttl_s: _Optional[float] = ...) -> None: ...
-
-class ReserveRequest(_message.Message):
-    __slots__ = ("namespace_id", "count")
-    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
-    COUNT_FIELD_NUMBER: _ClassVar[int]
-    namespace_id: int
-    count: int
-    def __init__(self, namespace_id: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
-
-class ReserveReply(_message.Message):
-    __slots__ = ("slots",)
-    SLOTS_FIELD_NUMBER: _ClassVar[int]
-    slots: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, slots: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class CommitRequest(_message.Message):
-    __slots__ = ("namespace_id", "keys", "slots", "parents", "depths", "hint", "want", "durable")
-    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
-    KEYS_FIELD_NUMBER: _ClassVar[int]
-    SLOTS_FIELD_NUMBER: _ClassVar[int]
-    PARENTS_FIELD_NUMBER: _ClassVar[int]
-    DEPTHS_FIELD_NUMBER: _ClassVar[int]
-    HINT_FIELD_NUMBER: _ClassVar[int]
-    WANT_FIELD_NUMBER: _ClassVar[int]
-    DURABLE_FIELD_NUMBER: _ClassVar[int]
-    namespace_id: int
-    keys: _containers.RepeatedScalarFieldContainer[bytes]
-    slots: _containers.RepeatedScalarFieldContainer[int]
-    parents: _containers.RepeatedScalarFieldContainer[bytes]
-    depths: _containers.RepeatedScalarFieldContainer[int]
-    hint: Hint
-    want: int
-    durable: bool
-    def __init__(self, namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., slots: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[bytes]] = ..., depths: _Optional[_Iterable[int]] = ..., hint: _Optional[_Union[Hint, _Mapping]] = ..., want: _Optional[int] = ..., durable: bool = ...) -> None: ...
-
-class CommitReply(_message.Message):
-    __slots__ = ("results", "slots", "ticket", "not_durable")
-    RESULTS_FIELD_NUMBER: _ClassVar[int]
-    SLOTS_FIELD_NUMBER: _ClassVar[int]
-    TICKET_FIELD_NUMBER: _ClassVar[int]
-    NOT_DURABLE_FIELD_NUMBER: _ClassVar[int]
-    results: _containers.RepeatedScalarFieldContainer[CommitResult]
-    slots: _containers.RepeatedScalarFieldContainer[int]
-    ticket: int
-    not_durable: str
-    def __init__(self, results: _Optional[_Iterable[_Union[CommitResult, str]]] = ..., slots: _Optional[_Iterable[int]] = ..., ticket: _Optional[int] = ..., not_durable: _Optional[str] = ...) -> None: ...
-
-class AbortRequest(_message.Message):
-    __slots__ = ("slots", "all", "keep")
-    SLOTS_FIELD_NUMBER: _ClassVar[int]
-    ALL_FIELD_NUMBER: _ClassVar[int]
-    KEEP_FIELD_NUMBER: _ClassVar[int]
-    slots: _containers.RepeatedScalarFieldContainer[int]
-    all: bool
-    keep: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, slots: _Optional[_Iterable[int]] = ..., all: bool = ..., keep: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class AbortReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class MatchRequest(_message.Message):
-    __slots__ = ("namespace_id", "keys", "tier")
-    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
-    KEYS_FIELD_NUMBER: _ClassVar[int]
-    TIER_FIELD_NUMBER: _ClassVar[int]
-    namespace_id: int
-    keys: _containers.RepeatedScalarFieldContainer[bytes]
-    tier: _stats_pb2.Tier
-    def __init__(self, namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., tier: _Optional[_Union[_stats_pb2.Tier, str]] = ...) -> None: ...
-
-class MatchReply(_message.Message):
-    __slots__ = ("blocks", "tiers")
-    BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    TIERS_FIELD_NUMBER: _ClassVar[int]
-    blocks: int
-    tiers: _containers.RepeatedScalarFieldContainer[_stats_pb2.Tier]
-    def __init__(self, blocks: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[_stats_pb2.Tier, str]]] = ...) -> None: ...
-
-class AcquireRequest(_message.Message):
-    __slots__ = ("namespace_id", "keys")
-    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
-    KEYS_FIELD_NUMBER: _ClassVar[int]
-    namespace_id: int
-    keys: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
-
-class AcquireReply(_message.Message):
-    __slots__ = ("slots",)
-    SLOTS_FIELD_NUMBER: _ClassVar[int]
-    slots: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, slots: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class LoadRequest(_message.Message):
-    __slots__ = ("namespace_id", "keys", "deadline_ms", "wait_ms", "ticket", "give_up")
-    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
-    KEYS_FIELD_NUMBER: _ClassVar[int]
-    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
-    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
-    TICKET_FIELD_NUMBER: _ClassVar[int]
-    GIVE_UP_FIELD_NUMBER: _ClassVar[int]
-    namespace_id: int
-    keys: _containers.RepeatedScalarFieldContainer[bytes]
-    deadline_ms: int
-    wait_ms: int
-    ticket: int
-    give_up: bool
-    def __init__(self, namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., deadline_ms: _Optional[int] = ..., wait_ms: _Optional[int] = ..., ticket: _Optional[int] = ..., give_up: bool = ...) -> None: ...
-
-class LoadReply(_message.Message):
-    __slots__ = ("ticket", "slots", "why", "loaded", "busy")
-    TICKET_FIELD_NUMBER: _ClassVar[int]
-    SLOTS_FIELD_NUMBER: _ClassVar[int]
-    WHY_FIELD_NUMBER: _ClassVar[int]
-    LOADED_FIELD_NUMBER: _ClassVar[int]
-    BUSY_FIELD_NUMBER: _ClassVar[int]
-    ticket: int
-    slots: _containers.RepeatedScalarFieldContainer[int]
-    why: str
-    loaded: int
-    busy: bool
-    def __init__(self, ticket: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ..., why: _Optional[str] = ..., loaded: _Optional[int] = ..., busy: bool = ...) -> None: ...
-
-class PrefetchRequest(_message.Message):
-    __slots__ = ("namespace_id", "keys", "deadline_ms", "priority")
-    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
-    KEYS_FIELD_NUMBER: _ClassVar[int]
-    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
-    PRIORITY_FIELD_NUMBER: _ClassVar[int]
-    namespace_id: int
-    keys: _containers.RepeatedScalarFieldContainer[bytes]
-    deadline_ms: int
-    priority: int
-    def __init__(self, namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., deadline_ms: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
-
-class PrefetchReply(_message.Message):
-    __slots__ = ("ticket", "state", "blocks", "why")
-    TICKET_FIELD_NUMBER: _ClassVar[int]
-    STATE_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    WHY_FIELD_NUMBER: _ClassVar[int]
-    ticket: int
-    state: TicketState
-    blocks: int
-    why: str
-    def __init__(self, ticket: _Optional[int] = ..., state: _Optional[_Union[TicketState, str]] = ..., blocks: _Optional[int] = ..., why: _Optional[str] = ...) -> None: ...
-
-class TicketRequest(_message.Message):
-    __slots__ = ("ticket", "wait_ms", "cancel")
-    TICKET_FIELD_NUMBER: _ClassVar[int]
-    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
-    CANCEL_FIELD_NUMBER: _ClassVar[int]
-    ticket: int
-    wait_ms: int
-    cancel: bool
-    def __init__(self, ticket: _Optional[int] = ..., wait_ms: _Optional[int] = ..., cancel: bool = ...) -> None: ...
-
-class TicketReply(_message.Message):
-    __slots__ = ("state", "blocks", "loaded", "waiting", "why")
-    STATE_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    LOADED_FIELD_NUMBER: _ClassVar[int]
-    WAITING_FIELD_NUMBER: _ClassVar[int]
-    WHY_FIELD_NUMBER: _ClassVar[int]
-    state: TicketState
-    blocks: int
-    loaded: int
-    waiting: int
-    why: str
-    def __init__(self, state: _Optional[_Union[TicketState, str]] = ..., blocks: _Optional[int] = ..., loaded: _Optional[int] = ..., waiting: _Optional[int] = ..., why: _Optional[str] = ...) -> None: ...
-
-class ReleaseRequest(_message.Message):
-    __slots__ = ("slots", "all", "keep")
-    SLOTS_FIELD_NUMBER: _ClassVar[int]
-    ALL_FIELD_NUMBER: _ClassVar[int]
-    KEEP_FIELD_NUMBER: _ClassVar[int]
-    slots: _containers.RepeatedScalarFieldContainer[int]
-    all: bool
-    keep: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, slots: _Optional[_Iterable[int]] = ..., all: bool = ..., keep: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class ReleaseReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class TouchRequest(_message.Message):
-    __slots__ = ("keys", "hint", "reports")
-    KEYS_FIELD_NUMBER: _ClassVar[int]
-    HINT_FIELD_NUMBER: _ClassVar[int]
-    REPORTS_FIELD_NUMBER: _ClassVar[int]
-    keys: _containers.RepeatedScalarFieldContainer[bytes]
-    hint: Hint
-    reports: _containers.RepeatedCompositeFieldContainer[Report]
-    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., hint: _Optional[_Union[Hint, _Mapping]] = ..., reports: _Optional[_Iterable[_Union[Report, _Mapping]]] = ...) -> None: ...
-
-class Report(_message.Message):
-    __slots__ = ("operation", "namespace_id", "calls", "calls_hit", "hits", "misses", "seconds", "latencies", "tier", "busy")
-    OPERATION_FIELD_NUMBER: _ClassVar[int]
-    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
-    CALLS_FIELD_NUMBER: _ClassVar[int]
-    CALLS_HIT_FIELD_NUMBER: _ClassVar[int]
-    HITS_FIELD_NUMBER: _ClassVar[int]
-    MISSES_FIELD_NUMBER: _ClassVar[int]
-    SECONDS_FIELD_NUMBER: _ClassVar[int]
-    LATENCIES_FIELD_NUMBER: _ClassVar[int]
-    TIER_FIELD_NUMBER: _ClassVar[int]
-    BUSY_FIELD_NUMBER: _ClassVar[int]
-    operation: _stats_pb2.Operation
-    namespace_id: int
-    calls: int
-    calls_hit: int
-    hits: int
-    misses: int
-    seconds: float
-    latencies: _containers.RepeatedScalarFieldContainer[int]
-    tier: _stats_pb2.Tier
-    busy: int
-    def __init__(self, operation: _Optional[_Union[_stats_pb2.Operation, str]] = ..., namespace_id: _Optional[int] = ..., calls: _Optional[int] = ..., calls_hit: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., seconds: _Optional[float] = ..., latencies: _Optional[_Iterable[int]] = ..., tier: _Optional[_Union[_stats_pb2.Tier, str]] = ..., busy: _Optional[int] = ...) -> None: ...
-
-class TouchReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
 
 class RemoveRequest(_message.Message):
     __slots__ = ("namespace_id", "keys", "ticket")
@@ -585,14 +364,14 @@ class DeviceRequest(_message.Message):
     device: str
     generation: int
     segments: SegmentsRequest
-    reserve: ReserveRequest
+    reserve: _blocks_pb2.ReserveRequest
     commit: DeviceCommitRequest
-    abort: AbortRequest
-    acquire: AcquireRequest
-    release: ReleaseRequest
-    prefetch: PrefetchRequest
+    abort: _blocks_pb2.AbortRequest
+    acquire: _blocks_pb2.AcquireRequest
+    release: _blocks_pb2.ReleaseRequest
+    prefetch: _blocks_pb2.PrefetchRequest
     closed: DeviceClosedRequest
-    def __init__(self, device: _Optional[str] = ..., generation: _Optional[int] = ..., segments: _Optional[_Union[SegmentsRequest, _Mapping]] = ..., reserve: _Optional[_Union[ReserveRequest, _Mapping]] = ..., commit: _Optional[_Union[DeviceCommitRequest, _Mapping]] = ..., abort: _Optional[_Union[AbortRequest, _Mapping]] = ..., acquire: _Optional[_Union[AcquireRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., prefetch: _Optional[_Union[PrefetchRequest, _Mapping]] = ..., closed: _Optional[_Union[DeviceClosedRequest, _Mapping]] = ...) -> None: ...
+    def __init__(self, device: _Optional[str] = ..., generation: _Optional[int] = ..., segments: _Optional[_Union[SegmentsRequest, _Mapping]] = ..., reserve: _Optional[_Union[_blocks_pb2.ReserveRequest, _Mapping]] = ..., commit: _Optional[_Union[DeviceCommitRequest, _Mapping]] = ..., abort: _Optional[_Union[_blocks_pb2.AbortRequest, _Mapping]] = ..., acquire: _Optional[_Union[_blocks_pb2.AcquireRequest, _Mapping]] = ..., release: _Optional[_Union[_blocks_pb2.ReleaseRequest, _Mapping]] = ..., prefetch: _Optional[_Union[_blocks_pb2.PrefetchRequest, _Mapping]] = ..., closed: _Optional[_Union[DeviceClosedRequest, _Mapping]] = ...) -> None: ...
 
 class DeviceReply(_message.Message):
     __slots__ = ("segments", "reserve", "commit", "abort", "acquire", "release", "prefetch", "closed")
@@ -605,14 +384,14 @@ class DeviceReply(_message.Message):
     PREFETCH_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
     segments: DeviceSegmentsReply
-    reserve: ReserveReply
-    commit: CommitReply
-    abort: AbortReply
-    acquire: AcquireReply
-    release: ReleaseReply
-    prefetch: PrefetchReply
+    reserve: _blocks_pb2.ReserveReply
+    commit: _blocks_pb2.CommitReply
+    abort: _blocks_pb2.AbortReply
+    acquire: _blocks_pb2.AcquireReply
+    release: _blocks_pb2.ReleaseReply
+    prefetch: _blocks_pb2.PrefetchReply
     closed: DeviceClosedReply
-    def __init__(self, segments: _Optional[_Union[DeviceSegmentsReply, _Mapping]] = ..., reserve: _Optional[_Union[ReserveReply, _Mapping]] = ..., commit: _Optional[_Union[CommitReply, _Mapping]] = ..., abort: _Optional[_Union[AbortReply, _Mapping]] = ..., acquire: _Optional[_Union[AcquireReply, _Mapping]] = ..., release: _Optional[_Union[ReleaseReply, _Mapping]] = ..., prefetch: _Optional[_Union[PrefetchReply, _Mapping]] = ..., closed: _Optional[_Union[DeviceClosedReply, _Mapping]] = ...) -> None: ...
+    def __init__(self, segments: _Optional[_Union[DeviceSegmentsReply, _Mapping]] = ..., reserve: _Optional[_Union[_blocks_pb2.ReserveReply, _Mapping]] = ..., commit: _Optional[_Union[_blocks_pb2.CommitReply, _Mapping]] = ..., abort: _Optional[_Union[_blocks_pb2.AbortReply, _Mapping]] = ..., acquire: _Optional[_Union[_blocks_pb2.AcquireReply, _Mapping]] = ..., release: _Optional[_Union[_blocks_pb2.ReleaseReply, _Mapping]] = ..., prefetch: _Optional[_Union[_blocks_pb2.PrefetchReply, _Mapping]] = ..., closed: _Optional[_Union[DeviceClosedReply, _Mapping]] = ...) -> None: ...
 
 class DeviceSegmentsReply(_message.Message):
     __slots__ = ("segments",)
@@ -634,9 +413,9 @@ class DeviceCommitRequest(_message.Message):
     __slots__ = ("commit", "event")
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     EVENT_FIELD_NUMBER: _ClassVar[int]
-    commit: CommitRequest
+    commit: _blocks_pb2.CommitRequest
     event: bytes
-    def __init__(self, commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., event: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, commit: _Optional[_Union[_blocks_pb2.CommitRequest, _Mapping]] = ..., event: _Optional[bytes] = ...) -> None: ...
 
 class DeviceClosedRequest(_message.Message):
     __slots__ = ("segments",)
@@ -694,13 +473,13 @@ class Request(_message.Message):
     index: IndexRequest
     segments: SegmentsRequest
     open_namespace: OpenNamespaceRequest
-    reserve: ReserveRequest
-    commit: CommitRequest
-    abort: AbortRequest
-    match: MatchRequest
-    acquire: AcquireRequest
-    release: ReleaseRequest
-    touch: TouchRequest
+    reserve: _blocks_pb2.ReserveRequest
+    commit: _blocks_pb2.CommitRequest
+    abort: _blocks_pb2.AbortRequest
+    match: _blocks_pb2.MatchRequest
+    acquire: _blocks_pb2.AcquireRequest
+    release: _blocks_pb2.ReleaseRequest
+    touch: _blocks_pb2.TouchRequest
     remove: RemoveRequest
     pin: PinRequest
     unpin: UnpinRequest
@@ -711,14 +490,14 @@ class Request(_message.Message):
     inspect: _admin_pb2.InspectRequest
     evict: _admin_pb2.EvictRequest
     end_session: _admin_pb2.EndSessionRequest
-    load: LoadRequest
-    prefetch: PrefetchRequest
-    ticket: TicketRequest
+    load: _blocks_pb2.LoadRequest
+    prefetch: _blocks_pb2.PrefetchRequest
+    ticket: _blocks_pb2.TicketRequest
     flush: _admin_pb2.FlushRequest
     verify: _admin_pb2.VerifyRequest
     devices: DevicesRequest
     device: DeviceRequest
-    def __init__(self, id: _Optional[int] = ..., hello: _Optional[_Union[HelloRequest, _Mapping]] = ..., index: _Optional[_Union[IndexRequest, _Mapping]] = ..., segments: _Optional[_Union[SegmentsRequest, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceRequest, _Mapping]] = ..., reserve: _Optional[_Union[ReserveRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., abort: _Optional[_Union[AbortRequest, _Mapping]] = ..., match: _Optional[_Union[MatchRequest, _Mapping]] = ..., acquire: _Optional[_Union[AcquireRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., touch: _Optional[_Union[TouchRequest, _Mapping]] = ..., remove: _Optional[_Union[RemoveRequest, _Mapping]] = ..., pin: _Optional[_Union[PinRequest, _Mapping]] = ..., unpin: _Optional[_Union[UnpinRequest, _Mapping]] = ..., clear: _Optional[_Union[ClearRequest, _Mapping]] = ..., sync: _Optional[_Union[SyncRequest, _Mapping]] = ..., stats: _Optional[_Union[_stats_pb2.StatsRequest, _Mapping]] = ..., health: _Optional[_Union[_stats_pb2.HealthRequest, _Mapping]] = ..., inspect: _Optional[_Union[_admin_pb2.InspectRequest, _Mapping]] = ..., evict: _Optional[_Union[_admin_pb2.EvictRequest, _Mapping]] = ..., end_session: _Optional[_Union[_admin_pb2.EndSessionRequest, _Mapping]] = ..., load: _Optional[_Union[LoadRequest, _Mapping]] = ..., prefetch: _Optional[_Union[PrefetchRequest, _Mapping]] = ..., ticket: _Optional[_Union[TicketRequest, _Mapping]] = ..., flush: _Optional[_Union[_admin_pb2.FlushRequest, _Mapping]] = ..., verify: _Optional[_Union[_admin_pb2.VerifyRequest, _Mapping]] = ..., devices: _Optional[_Union[DevicesRequest, _Mapping]] = ..., device: _Optional[_Union[DeviceRequest, _Mapping]] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., hello: _Optional[_Union[HelloRequest, _Mapping]] = ..., index: _Optional[_Union[IndexRequest, _Mapping]] = ..., segments: _Optional[_Union[SegmentsRequest, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceRequest, _Mapping]] = ..., reserve: _Optional[_Union[_blocks_pb2.ReserveRequest, _Mapping]] = ..., commit: _Optional[_Union[_blocks_pb2.CommitRequest, _Mapping]] = ..., abort: _Optional[_Union[_blocks_pb2.AbortRequest, _Mapping]] = ..., match: _Optional[_Union[_blocks_pb2.MatchRequest, _Mapping]] = ..., acquire: _Optional[_Union[_blocks_pb2.AcquireRequest, _Mapping]] = ..., release: _Optional[_Union[_blocks_pb2.ReleaseRequest, _Mapping]] = ..., touch: _Optional[_Union[_blocks_pb2.TouchRequest, _Mapping]] = ..., remove: _Optional[_Union[RemoveRequest, _Mapping]] = ..., pin: _Optional[_Union[PinRequest, _Mapping]] = ..., unpin: _Optional[_Union[UnpinRequest, _Mapping]] = ..., clear: _Optional[_Union[ClearRequest, _Mapping]] = ..., sync: _Optional[_Union[SyncRequest, _Mapping]] = ..., stats: _Optional[_Union[_stats_pb2.StatsRequest, _Mapping]] = ..., health: _Optional[_Union[_stats_pb2.HealthRequest, _Mapping]] = ..., inspect: _Optional[_Union[_admin_pb2.InspectRequest, _Mapping]] = ..., evict: _Optional[_Union[_admin_pb2.EvictRequest, _Mapping]] = ..., end_session: _Optional[_Union[_admin_pb2.EndSessionRequest, _Mapping]] = ..., load: _Optional[_Union[_blocks_pb2.LoadRequest, _Mapping]] = ..., prefetch: _Optional[_Union[_blocks_pb2.PrefetchRequest, _Mapping]] = ..., ticket: _Optional[_Union[_blocks_pb2.TicketRequest, _Mapping]] = ..., flush: _Optional[_Union[_admin_pb2.FlushRequest, _Mapping]] = ..., verify: _Optional[_Union[_admin_pb2.VerifyRequest, _Mapping]] = ..., devices: _Optional[_Union[DevicesRequest, _Mapping]] = ..., device: _Optional[_Union[DeviceRequest, _Mapping]] = ...) -> None: ...
 
 class Reply(_message.Message):
     __slots__ = ("id", "error", "recall", "detach", "hello", "index", "segments", "open_namespace", "reserve", "commit", "abort", "match", "acquire", "release", "touch", "remove", "pin", "unpin", "clear", "sync", "stats", "health", "inspect", "evict", "end_session", "load", "prefetch", "ticket", "flush", "verify", "devices", "device", "detach_devices")
@@ -763,13 +542,13 @@ class Reply(_message.Message):
     index: IndexReply
     segments: SegmentsReply
     open_namespace: OpenNamespaceReply
-    reserve: ReserveReply
-    commit: CommitReply
-    abort: AbortReply
-    match: MatchReply
-    acquire: AcquireReply
-    release: ReleaseReply
-    touch: TouchReply
+    reserve: _blocks_pb2.ReserveReply
+    commit: _blocks_pb2.CommitReply
+    abort: _blocks_pb2.AbortReply
+    match: _blocks_pb2.MatchReply
+    acquire: _blocks_pb2.AcquireReply
+    release: _blocks_pb2.ReleaseReply
+    touch: _blocks_pb2.TouchReply
     remove: RemoveReply
     pin: PinReply
     unpin: UnpinReply
@@ -780,15 +559,15 @@ class Reply(_message.Message):
     inspect: _admin_pb2.InspectReply
     evict: _admin_pb2.EvictReply
     end_session: _admin_pb2.EndSessionReply
-    load: LoadReply
-    prefetch: PrefetchReply
-    ticket: TicketReply
+    load: _blocks_pb2.LoadReply
+    prefetch: _blocks_pb2.PrefetchReply
+    ticket: _blocks_pb2.TicketReply
     flush: _admin_pb2.FlushReply
     verify: _admin_pb2.VerifyReply
     devices: DevicesReply
     device: DeviceReply
     detach_devices: _containers.RepeatedCompositeFieldContainer[DeviceDetach]
-    def __init__(self, id: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., recall: bool = ..., detach: _Optional[_Iterable[int]] = ..., hello: _Optional[_Union[HelloReply, _Mapping]] = ..., index: _Optional[_Union[IndexReply, _Mapping]] = ..., segments: _Optional[_Union[SegmentsReply, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceReply, _Mapping]] = ..., reserve: _Optional[_Union[ReserveReply, _Mapping]] = ..., commit: _Optional[_Union[CommitReply, _Mapping]] = ..., abort: _Optional[_Union[AbortReply, _Mapping]] = ..., match: _Optional[_Union[MatchReply, _Mapping]] = ..., acquire: _Optional[_Union[AcquireReply, _Mapping]] = ..., release: _Optional[_Union[ReleaseReply, _Mapping]] = ..., touch: _Optional[_Union[TouchReply, _Mapping]] = ..., remove: _Optional[_Union[RemoveReply, _Mapping]] = ..., pin: _Optional[_Union[PinReply, _Mapping]] = ..., unpin: _Optional[_Union[UnpinReply, _Mapping]] = ..., clear: _Optional[_Union[ClearReply, _Mapping]] = ..., sync: _Optional[_Union[SyncReply, _Mapping]] = ..., stats: _Optional[_Union[_stats_pb2.StatsReply, _Mapping]] = ..., health: _Optional[_Union[_stats_pb2.HealthReply, _Mapping]] = ..., inspect: _Optional[_Union[_admin_pb2.InspectReply, _Mapping]] = ..., evict: _Optional[_Union[_admin_pb2.EvictReply, _Mapping]] = ..., end_session: _Optional[_Union[_admin_pb2.EndSessionReply, _Mapping]] = ..., load: _Optional[_Union[LoadReply, _Mapping]] = ..., prefetch: _Optional[_Union[PrefetchReply, _Mapping]] = ..., ticket: _Optional[_Union[TicketReply, _Mapping]] = ..., flush: _Optional[_Union[_admin_pb2.FlushReply, _Mapping]] = ..., verify: _Optional[_Union[_admin_pb2.VerifyReply, _Mapping]] = ..., devices: _Optional[_Union[DevicesReply, _Mapping]] = ..., device: _Optional[_Union[DeviceReply, _Mapping]] = ..., detach_devices: _Optional[_Iterable[_Union[DeviceDetach, _Mapping]]] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., recall: bool = ..., detach: _Optional[_Iterable[int]] = ..., hello: _Optional[_Union[HelloReply, _Mapping]] = ..., index: _Optional[_Union[IndexReply, _Mapping]] = ..., segments: _Optional[_Union[SegmentsReply, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceReply, _Mapping]] = ..., reserve: _Optional[_Union[_blocks_pb2.ReserveReply, _Mapping]] = ..., commit: _Optional[_Union[_blocks_pb2.CommitReply, _Mapping]] = ..., abort: _Optional[_Union[_blocks_pb2.AbortReply, _Mapping]] = ..., match: _Optional[_Union[_blocks_pb2.MatchReply, _Mapping]] = ..., acquire: _Optional[_Union[_blocks_pb2.AcquireReply, _Mapping]] = ..., release: _Optional[_Union[_blocks_pb2.ReleaseReply, _Mapping]] = ..., touch: _Optional[_Union[_blocks_pb2.TouchReply, _Mapping]] = ..., remove: _Optional[_Union[RemoveReply, _Mapping]] = ..., pin: _Optional[_Union[PinReply, _Mapping]] = ..., unpin: _Optional[_Union[UnpinReply, _Mapping]] = ..., clear: _Optional[_Union[ClearReply, _Mapping]] = ..., sync: _Optional[_Union[SyncReply, _Mapping]] = ..., stats: _Optional[_Union[_stats_pb2.StatsReply, _Mapping]] = ..., health: _Optional[_Union[_stats_pb2.HealthReply, _Mapping]] = ..., inspect: _Optional[_Union[_admin_pb2.InspectReply, _Mapping]] = ..., evict: _Optional[_Union[_admin_pb2.EvictReply, _Mapping]] = ..., end_session: _Optional[_Union[_admin_pb2.EndSessionReply, _Mapping]] = ..., load: _Optional[_Union[_blocks_pb2.LoadReply, _Mapping]] = ..., prefetch: _Optional[_Union[_blocks_pb2.PrefetchReply, _Mapping]] = ..., ticket: _Optional[_Union[_blocks_pb2.TicketReply, _Mapping]] = ..., flush: _Optional[_Union[_admin_pb2.FlushReply, _Mapping]] = ..., verify: _Optional[_Union[_admin_pb2.VerifyReply, _Mapping]] = ..., devices: _Optional[_Union[DevicesReply, _Mapping]] = ..., device: _Optional[_Union[DeviceReply, _Mapping]] = ..., detach_devices: _Optional[_Iterable[_Union[DeviceDetach, _Mapping]]] = ...) -> None: ...
 
 class PutHeader(_message.Message):
     __slots__ = ("namespace_id", "keys", "parents", "depths", "hint", "durable")
@@ -802,9 +581,9 @@ class PutHeader(_message.Message):
     keys: _containers.RepeatedScalarFieldContainer[bytes]
     parents: _containers.RepeatedScalarFieldContainer[bytes]
     depths: _containers.RepeatedScalarFieldContainer[int]
-    hint: Hint
+    hint: _blocks_pb2.Hint
     durable: bool
-    def __init__(self, namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., parents: _Optional[_Iterable[bytes]] = ..., depths: _Optional[_Iterable[int]] = ..., hint: _Optional[_Union[Hint, _Mapping]] = ..., durable: bool = ...) -> None: ...
+    def __init__(self, namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., parents: _Optional[_Iterable[bytes]] = ..., depths: _Optional[_Iterable[int]] = ..., hint: _Optional[_Union[_blocks_pb2.Hint, _Mapping]] = ..., durable: bool = ...) -> None: ...
 
 class PutChunk(_message.Message):
     __slots__ = ("header", "data", "checksum")
@@ -820,9 +599,9 @@ class PutReply(_message.Message):
     __slots__ = ("results", "not_durable")
     RESULTS_FIELD_NUMBER: _ClassVar[int]
     NOT_DURABLE_FIELD_NUMBER: _ClassVar[int]
-    results: _containers.RepeatedScalarFieldContainer[CommitResult]
+    results: _containers.RepeatedScalarFieldContainer[_blocks_pb2.CommitResult]
     not_durable: str
-    def __init__(self, results: _Optional[_Iterable[_Union[CommitResult, str]]] = ..., not_durable: _Optional[str] = ...) -> None: ...
+    def __init__(self, results: _Optional[_Iterable[_Union[_blocks_pb2.CommitResult, str]]] = ..., not_durable: _Optional[str] = ...) -> None: ...
 
 class GetRequest(_message.Message):
     __slots__ = ("namespace_id", "keys")

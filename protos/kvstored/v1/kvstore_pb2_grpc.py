@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from kvstored.v1 import admin_pb2 as kvstored_dot_v1_dot_admin__pb2
+from kvstored.v1 import blocks_pb2 as kvstored_dot_v1_dot_blocks__pb2
 from kvstored.v1 import kvstore_pb2 as kvstored_dot_v1_dot_kvstore__pb2
 from kvstored.v1 import stats_pb2 as kvstored_dot_v1_dot_stats__pb2
 
@@ -53,13 +54,13 @@ class KVStoreStub(object):
                 _registered_method=True)
         self.Match = channel.unary_unary(
                 '/kvstored.v1.KVStore/Match',
-                request_serializer=kvstored_dot_v1_dot_kvstore__pb2.MatchRequest.SerializeToString,
-                response_deserializer=kvstored_dot_v1_dot_kvstore__pb2.MatchReply.FromString,
+                request_serializer=kvstored_dot_v1_dot_blocks__pb2.MatchRequest.SerializeToString,
+                response_deserializer=kvstored_dot_v1_dot_blocks__pb2.MatchReply.FromString,
                 _registered_method=True)
         self.Touch = channel.unary_unary(
                 '/kvstored.v1.KVStore/Touch',
-                request_serializer=kvstored_dot_v1_dot_kvstore__pb2.TouchRequest.SerializeToString,
-                response_deserializer=kvstored_dot_v1_dot_kvstore__pb2.TouchReply.FromString,
+                request_serializer=kvstored_dot_v1_dot_blocks__pb2.TouchRequest.SerializeToString,
+                response_deserializer=kvstored_dot_v1_dot_blocks__pb2.TouchReply.FromString,
                 _registered_method=True)
         self.Remove = channel.unary_unary(
                 '/kvstored.v1.KVStore/Remove',
@@ -93,43 +94,43 @@ class KVStoreStub(object):
                 _registered_method=True)
         self.Reserve = channel.unary_unary(
                 '/kvstored.v1.KVStore/Reserve',
-                request_serializer=kvstored_dot_v1_dot_kvstore__pb2.ReserveRequest.SerializeToString,
-                response_deserializer=kvstored_dot_v1_dot_kvstore__pb2.ReserveReply.FromString,
+                request_serializer=kvstored_dot_v1_dot_blocks__pb2.ReserveRequest.SerializeToString,
+                response_deserializer=kvstored_dot_v1_dot_blocks__pb2.ReserveReply.FromString,
                 _registered_method=True)
         self.Commit = channel.unary_unary(
                 '/kvstored.v1.KVStore/Commit',
-                request_serializer=kvstored_dot_v1_dot_kvstore__pb2.CommitRequest.SerializeToString,
-                response_deserializer=kvstored_dot_v1_dot_kvstore__pb2.CommitReply.FromString,
+                request_serializer=kvstored_dot_v1_dot_blocks__pb2.CommitRequest.SerializeToString,
+                response_deserializer=kvstored_dot_v1_dot_blocks__pb2.CommitReply.FromString,
                 _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/kvstored.v1.KVStore/Abort',
-                request_serializer=kvstored_dot_v1_dot_kvstore__pb2.AbortRequest.SerializeToString,
-                response_deserializer=kvstored_dot_v1_dot_kvstore__pb2.AbortReply.FromString,
+                request_serializer=kvstored_dot_v1_dot_blocks__pb2.AbortRequest.SerializeToString,
+                response_deserializer=kvstored_dot_v1_dot_blocks__pb2.AbortReply.FromString,
                 _registered_method=True)
         self.Acquire = channel.unary_unary(
                 '/kvstored.v1.KVStore/Acquire',
-                request_serializer=kvstored_dot_v1_dot_kvstore__pb2.AcquireRequest.SerializeToString,
-                response_deserializer=kvstored_dot_v1_dot_kvstore__pb2.AcquireReply.FromString,
+                request_serializer=kvstored_dot_v1_dot_blocks__pb2.AcquireRequest.SerializeToString,
+                response_deserializer=kvstored_dot_v1_dot_blocks__pb2.AcquireReply.FromString,
                 _registered_method=True)
         self.Release = channel.unary_unary(
                 '/kvstored.v1.KVStore/Release',
-                request_serializer=kvstored_dot_v1_dot_kvstore__pb2.ReleaseRequest.SerializeToString,
-                response_deserializer=kvstored_dot_v1_dot_kvstore__pb2.ReleaseReply.FromString,
+                request_serializer=kvstored_dot_v1_dot_blocks__pb2.ReleaseRequest.SerializeToString,
+                response_deserializer=kvstored_dot_v1_dot_blocks__pb2.ReleaseReply.FromString,
                 _registered_method=True)
         self.Load = channel.unary_unary(
                 '/kvstored.v1.KVStore/Load',
-                request_serializer=kvstored_dot_v1_dot_kvstore__pb2.LoadRequest.SerializeToString,
-                response_deserializer=kvstored_dot_v1_dot_kvstore__pb2.LoadReply.FromString,
+                request_serializer=kvstored_dot_v1_dot_blocks__pb2.LoadRequest.SerializeToString,
+                response_deserializer=kvstored_dot_v1_dot_blocks__pb2.LoadReply.FromString,
                 _registered_method=True)
         self.Prefetch = channel.unary_unary(
                 '/kvstored.v1.KVStore/Prefetch',
-                request_serializer=kvstored_dot_v1_dot_kvstore__pb2.PrefetchRequest.SerializeToString,
-                response_deserializer=kvstored_dot_v1_dot_kvstore__pb2.PrefetchReply.FromString,
+                request_serializer=kvstored_dot_v1_dot_blocks__pb2.PrefetchRequest.SerializeToString,
+                response_deserializer=kvstored_dot_v1_dot_blocks__pb2.PrefetchReply.FromString,
                 _registered_method=True)
         self.Ticket = channel.unary_unary(
                 '/kvstored.v1.KVStore/Ticket',
-                request_serializer=kvstored_dot_v1_dot_kvstore__pb2.TicketRequest.SerializeToString,
-                response_deserializer=kvstored_dot_v1_dot_kvstore__pb2.TicketReply.FromString,
+                request_serializer=kvstored_dot_v1_dot_blocks__pb2.TicketRequest.SerializeToString,
+                response_deserializer=kvstored_dot_v1_dot_blocks__pb2.TicketReply.FromString,
                 _registered_method=True)
         self.Inspect = channel.unary_unary(
                 '/kvstored.v1.KVStore/Inspect',
@@ -347,13 +348,13 @@ def add_KVStoreServicer_to_server(servicer, server):
             ),
             'Match': grpc.unary_unary_rpc_method_handler(
                     servicer.Match,
-                    request_deserializer=kvstored_dot_v1_dot_kvstore__pb2.MatchRequest.FromString,
-                    response_serializer=kvstored_dot_v1_dot_kvstore__pb2.MatchReply.SerializeToString,
+                    request_deserializer=kvstored_dot_v1_dot_blocks__pb2.MatchRequest.FromString,
+                    response_serializer=kvstored_dot_v1_dot_blocks__pb2.MatchReply.SerializeToString,
             ),
             'Touch': grpc.unary_unary_rpc_method_handler(
                     servicer.Touch,
-                    request_deserializer=kvstored_dot_v1_dot_kvstore__pb2.TouchRequest.FromString,
-                    response_serializer=kvstored_dot_v1_dot_kvstore__pb2.TouchReply.SerializeToString,
+                    request_deserializer=kvstored_dot_v1_dot_blocks__pb2.TouchRequest.FromString,
+                    response_serializer=kvstored_dot_v1_dot_blocks__pb2.TouchReply.SerializeToString,
             ),
             'Remove': grpc.unary_unary_rpc_method_handler(
                     servicer.Remove,
@@ -387,43 +388,43 @@ def add_KVStoreServicer_to_server(servicer, server):
             ),
             'Reserve': grpc.unary_unary_rpc_method_handler(
                     servicer.Reserve,
-                    request_deserializer=kvstored_dot_v1_dot_kvstore__pb2.ReserveRequest.FromString,
-                    response_serializer=kvstored_dot_v1_dot_kvstore__pb2.ReserveReply.SerializeToString,
+                    request_deserializer=kvstored_dot_v1_dot_blocks__pb2.ReserveRequest.FromString,
+                    response_serializer=kvstored_dot_v1_dot_blocks__pb2.ReserveReply.SerializeToString,
             ),
             'Commit': grpc.unary_unary_rpc_method_handler(
                     servicer.Commit,
-                    request_deserializer=kvstored_dot_v1_dot_kvstore__pb2.CommitRequest.FromString,
-                    response_serializer=kvstored_dot_v1_dot_kvstore__pb2.CommitReply.SerializeToString,
+                    request_deserializer=kvstored_dot_v1_dot_blocks__pb2.CommitRequest.FromString,
+                    response_serializer=kvstored_dot_v1_dot_blocks__pb2.CommitReply.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
-                    request_deserializer=kvstored_dot_v1_dot_kvstore__pb2.AbortRequest.FromString,
-                    response_serializer=kvstored_dot_v1_dot_kvstore__pb2.AbortReply.SerializeToString,
+                    request_deserializer=kvstored_dot_v1_dot_blocks__pb2.AbortRequest.FromString,
+                    response_serializer=kvstored_dot_v1_dot_blocks__pb2.AbortReply.SerializeToString,
             ),
             'Acquire': grpc.unary_unary_rpc_method_handler(
                     servicer.Acquire,
-                    request_deserializer=kvstored_dot_v1_dot_kvstore__pb2.AcquireRequest.FromString,
-                    response_serializer=kvstored_dot_v1_dot_kvstore__pb2.AcquireReply.SerializeToString,
+                    request_deserializer=kvstored_dot_v1_dot_blocks__pb2.AcquireRequest.FromString,
+                    response_serializer=kvstored_dot_v1_dot_blocks__pb2.AcquireReply.SerializeToString,
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
-                    request_deserializer=kvstored_dot_v1_dot_kvstore__pb2.ReleaseRequest.FromString,
-                    response_serializer=kvstored_dot_v1_dot_kvstore__pb2.ReleaseReply.SerializeToString,
+                    request_deserializer=kvstored_dot_v1_dot_blocks__pb2.ReleaseRequest.FromString,
+                    response_serializer=kvstored_dot_v1_dot_blocks__pb2.ReleaseReply.SerializeToString,
             ),
             'Load': grpc.unary_unary_rpc_method_handler(
                     servicer.Load,
-                    request_deserializer=kvstored_dot_v1_dot_kvstore__pb2.LoadRequest.FromString,
-                    response_serializer=kvstored_dot_v1_dot_kvstore__pb2.LoadReply.SerializeToString,
+                    request_deserializer=kvstored_dot_v1_dot_blocks__pb2.LoadRequest.FromString,
+                    response_serializer=kvstored_dot_v1_dot_blocks__pb2.LoadReply.SerializeToString,
             ),
             'Prefetch': grpc.unary_unary_rpc_method_handler(
                     servicer.Prefetch,
-                    request_deserializer=kvstored_dot_v1_dot_kvstore__pb2.PrefetchRequest.FromString,
-                    response_serializer=kvstored_dot_v1_dot_kvstore__pb2.PrefetchReply.SerializeToString,
+                    request_deserializer=kvstored_dot_v1_dot_blocks__pb2.PrefetchRequest.FromString,
+                    response_serializer=kvstored_dot_v1_dot_blocks__pb2.PrefetchReply.SerializeToString,
             ),
             'Ticket': grpc.unary_unary_rpc_method_handler(
                     servicer.Ticket,
-                    request_deserializer=kvstored_dot_v1_dot_kvstore__pb2.TicketRequest.FromString,
-                    response_serializer=kvstored_dot_v1_dot_kvstore__pb2.TicketReply.SerializeToString,
+                    request_deserializer=kvstored_dot_v1_dot_blocks__pb2.TicketRequest.FromString,
+                    response_serializer=kvstored_dot_v1_dot_blocks__pb2.TicketReply.SerializeToString,
             ),
             'Inspect': grpc.unary_unary_rpc_method_handler(
                     servicer.Inspect,
@@ -567,8 +568,8 @@ class KVStore(object):
             request,
             target,
             '/kvstored.v1.KVStore/Match',
-            kvstored_dot_v1_dot_kvstore__pb2.MatchRequest.SerializeToString,
-            kvstored_dot_v1_dot_kvstore__pb2.MatchReply.FromString,
+            kvstored_dot_v1_dot_blocks__pb2.MatchRequest.SerializeToString,
+            kvstored_dot_v1_dot_blocks__pb2.MatchReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -594,8 +595,8 @@ class KVStore(object):
             request,
             target,
             '/kvstored.v1.KVStore/Touch',
-            kvstored_dot_v1_dot_kvstore__pb2.TouchRequest.SerializeToString,
-            kvstored_dot_v1_dot_kvstore__pb2.TouchReply.FromString,
+            kvstored_dot_v1_dot_blocks__pb2.TouchRequest.SerializeToString,
+            kvstored_dot_v1_dot_blocks__pb2.TouchReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -783,8 +784,8 @@ class KVStore(object):
             request,
             target,
             '/kvstored.v1.KVStore/Reserve',
-            kvstored_dot_v1_dot_kvstore__pb2.ReserveRequest.SerializeToString,
-            kvstored_dot_v1_dot_kvstore__pb2.ReserveReply.FromString,
+            kvstored_dot_v1_dot_blocks__pb2.ReserveRequest.SerializeToString,
+            kvstored_dot_v1_dot_blocks__pb2.ReserveReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -810,8 +811,8 @@ class KVStore(object):
             request,
             target,
             '/kvstored.v1.KVStore/Commit',
-            kvstored_dot_v1_dot_kvstore__pb2.CommitRequest.SerializeToString,
-            kvstored_dot_v1_dot_kvstore__pb2.CommitReply.FromString,
+            kvstored_dot_v1_dot_blocks__pb2.CommitRequest.SerializeToString,
+            kvstored_dot_v1_dot_blocks__pb2.CommitReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -837,8 +838,8 @@ class KVStore(object):
             request,
             target,
             '/kvstored.v1.KVStore/Abort',
-            kvstored_dot_v1_dot_kvstore__pb2.AbortRequest.SerializeToString,
-            kvstored_dot_v1_dot_kvstore__pb2.AbortReply.FromString,
+            kvstored_dot_v1_dot_blocks__pb2.AbortRequest.SerializeToString,
+            kvstored_dot_v1_dot_blocks__pb2.AbortReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -864,8 +865,8 @@ class KVStore(object):
             request,
             target,
             '/kvstored.v1.KVStore/Acquire',
-            kvstored_dot_v1_dot_kvstore__pb2.AcquireRequest.SerializeToString,
-            kvstored_dot_v1_dot_kvstore__pb2.AcquireReply.FromString,
+            kvstored_dot_v1_dot_blocks__pb2.AcquireRequest.SerializeToString,
+            kvstored_dot_v1_dot_blocks__pb2.AcquireReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -891,8 +892,8 @@ class KVStore(object):
             request,
             target,
             '/kvstored.v1.KVStore/Release',
-            kvstored_dot_v1_dot_kvstore__pb2.ReleaseRequest.SerializeToString,
-            kvstored_dot_v1_dot_kvstore__pb2.ReleaseReply.FromString,
+            kvstored_dot_v1_dot_blocks__pb2.ReleaseRequest.SerializeToString,
+            kvstored_dot_v1_dot_blocks__pb2.ReleaseReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -918,8 +919,8 @@ class KVStore(object):
             request,
             target,
             '/kvstored.v1.KVStore/Load',
-            kvstored_dot_v1_dot_kvstore__pb2.LoadRequest.SerializeToString,
-            kvstored_dot_v1_dot_kvstore__pb2.LoadReply.FromString,
+            kvstored_dot_v1_dot_blocks__pb2.LoadRequest.SerializeToString,
+            kvstored_dot_v1_dot_blocks__pb2.LoadReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -945,8 +946,8 @@ class KVStore(object):
             request,
             target,
             '/kvstored.v1.KVStore/Prefetch',
-            kvstored_dot_v1_dot_kvstore__pb2.PrefetchRequest.SerializeToString,
-            kvstored_dot_v1_dot_kvstore__pb2.PrefetchReply.FromString,
+            kvstored_dot_v1_dot_blocks__pb2.PrefetchRequest.SerializeToString,
+            kvstored_dot_v1_dot_blocks__pb2.PrefetchReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -972,8 +973,8 @@ class KVStore(object):
             request,
             target,
             '/kvstored.v1.KVStore/Ticket',
-            kvstored_dot_v1_dot_kvstore__pb2.TicketRequest.SerializeToString,
-            kvstored_dot_v1_dot_kvstore__pb2.TicketReply.FromString,
+            kvstored_dot_v1_dot_blocks__pb2.TicketRequest.SerializeToString,
+            kvstored_dot_v1_dot_blocks__pb2.TicketReply.FromString,
             options,
             channel_credentials,
             insecure,

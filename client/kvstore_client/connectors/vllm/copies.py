@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from kvstore_client import Hint, Namespace, PutResult
+from kvstore_client.connectors.vllm.device_memory import DeviceMemory, Mark, device_of
 from kvstore_client.errors import InvalidArgument
 
 WORD, WORD_BYTES = torch.int64, 8
@@ -32,6 +34,23 @@ class GroupMemory:
         self._dtype = WORD if aligned else torch.uint8
         self._rows = [row.view(self._dtype) for row in rows]
         self._sizes = [row.shape[1] for row in self._rows]
+
+    def load(
+        self, namespace: Namespace, keys: Sequence[bytes], blocks: Sequence[int], after: Mark, timeout_s: float
+    ) -> int:
+        """Brings leading blocks; answers how many. Raises ResourceExhausted where so many cannot be held at once."""
+        with namespace.acquire(keys, timeout_s=timeout_s) as lease:
+            if len(lease):
+                self.fill(blocks[: len(lease)], lease.views)
+            return len(lease)
+
+    def store(
+        self, namespace: Namespace, keys: Sequence[bytes], start: int, blocks: Sequence[int], after: Mark, hint: Hint
+    ) -> PutResult:
+        """Stores blocks as keys[start:]. Raises ResourceExhausted where there is no room for so many at once."""
+        with namespace.reserve(len(blocks)) as slots:
+            self.drain(blocks, slots.views)
+            return slots.commit(keys, start=start, hint=hint)
 
     def fill(self, blocks: Sequence[int], views: Sequence[memoryview]) -> None:
         """From the store: views[i] goes to the engine's block blocks[i]."""
@@ -64,11 +83,15 @@ class GroupMemory:
         return mine, list(theirs)
 
 
+def memory_of(rows: list[torch.Tensor], names: Sequence[str]) -> GroupMemory | DeviceMemory:
+    """By where it is. Raises InvalidArgument where its copies cannot be made, and what is missing for them."""
+    device = device_of(rows[0])
+    return DeviceMemory(rows, names, device) if device else GroupMemory(rows, names)
+
+
 def rows_of(name: str, part: Any, num_blocks: int) -> torch.Tensor:
     """One tensor of a layer as `[blocks, bytes]`. Raises InvalidArgument where a block is not one run of memory."""
     tensor: torch.Tensor = part.detach()
-    if tensor.device.type != "cpu":
-        raise InvalidArgument(f"the KV cache of {name} is on {tensor.device}; this release copies CPU memory only")
     split, rest = divmod(tensor.shape[0], num_blocks)
     if rest or not split:
         raise InvalidArgument(f"the KV cache of {name} has shape {tuple(tensor.shape)}, not {num_blocks} blocks first")

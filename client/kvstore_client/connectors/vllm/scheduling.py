@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore_client import Client, Namespace
+from kvstore_client.connectors.vllm.device_memory import on_device
 from kvstore_client.connectors.vllm.events import stored_event, stored_of
 from kvstore_client.connectors.vllm.figures import Stats, Tally
 from kvstore_client.connectors.vllm.groups import need_of, obstacle
@@ -93,10 +94,10 @@ class SchedulerSide:
         self._step = math.lcm(step, *(need.block_tokens for need in self._needs))
         self.layered: bool = settings.layers and len(self._groups) == len(kv_cache_config.kv_cache_groups) == 1
         """Loads happen in the step that computes the rest. A failure could not be told of one group among several."""
-        if self.layered and vllm_config.max_concurrent_batches > 1:
+        if self.layered and (vllm_config.max_concurrent_batches > 1 or on_device(vllm_config)):
             self.layered = False  # a failure would be heard of when the next step computes from it already
         if settings.layers and not self.layered:
-            log.warning("kvstored: layers is of no effect with several cache groups, or with steps that overlap")
+            log.warning("kvstored: layers is of no effect with several cache groups, overlapping steps, or on a GPU")
         transfer = vllm_config.kv_transfer_config
         self._saves: bool = transfer.is_kv_producer and bool(self._groups)
         self._ranks_all: int = vllm_config.parallel_config.world_size

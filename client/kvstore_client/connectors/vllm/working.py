@@ -15,7 +15,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kvstore_client import Client, Hint, Namespace
-from kvstore_client.connectors.vllm.copies import GroupMemory, expect_read_only_views, rows_of
+from kvstore_client.connectors.vllm.copies import GroupMemory, expect_read_only_views, memory_of, rows_of
+from kvstore_client.connectors.vllm.device_memory import DeviceMemory, Mark, mark
 from kvstore_client.connectors.vllm.figures import Stats, Tally
 from kvstore_client.connectors.vllm.groups import obstacle
 from kvstore_client.connectors.vllm.layered import LayeredLoad, LayeredLoads
@@ -53,10 +54,10 @@ class WorkerSide:
         self._rank = rank
         self.tally = Tally()
         self.description: Description | None = None
-        self._memory: dict[int, GroupMemory] = {}
+        self._memory: dict[int, GroupMemory | DeviceMemory] = {}
         self._namespaces: Namespaces
-        self._loads: queue.SimpleQueue[tuple[Load | LayeredLoad, float] | None] = queue.SimpleQueue()
-        self._saves: queue.SimpleQueue[tuple[Save, float] | None] = queue.SimpleQueue()
+        self._loads: queue.SimpleQueue[tuple[Load | LayeredLoad, float, Mark] | None] = queue.SimpleQueue()
+        self._saves: queue.SimpleQueue[tuple[Save, float, Mark] | None] = queue.SimpleQueue()
         self._loaded: deque[Loaded] = deque()
         self._saved: deque[tuple[int, Stored]] = deque()
         self._under_way = 0
@@ -97,7 +98,7 @@ class WorkerSide:
                 )
             spec = group.kv_cache_spec
             groups.append(describe_group(self._config, self._settings, self._rank, number, spec, layers))
-            self._memory[number] = memory = GroupMemory(rows, names)
+            self._memory[number] = memory = memory_of(rows, names)
             self._rows_until.update(memory.rows_until)
             self._rows = max(self._rows, len(rows))
         self.description = Description(tuple(groups))
@@ -115,15 +116,15 @@ class WorkerSide:
 
     def begin_loads(self, orders: Orders) -> None:
         """Hands loads to their threads."""
-        now = time.monotonic()
+        now, behind = time.monotonic(), mark() if orders.loads else None
         layered = []
         for order in orders.loads:
             if order.layered:
                 layered.append(LayeredLoad(order))
-                self._loads.put((layered[-1], now))
+                self._loads.put((layered[-1], now, behind))
             else:
                 self._under_way += 1
-                self._loads.put((order, now))
+                self._loads.put((order, now, behind))
         self._layered.begin(layered)
 
     def wait_for_layer(self, name: str) -> None:
@@ -135,7 +136,7 @@ class WorkerSide:
 
         None of them from what a layered load of this step has brought, or not: that is saved when all ranks have it.
         """
-        now = time.monotonic()
+        now, behind = time.monotonic(), mark() if orders.saves else None
         for load in self._layered.take(self._rows):
             (run,) = load.order.runs
             if load.blocks < len(run.blocks):
@@ -143,7 +144,7 @@ class WorkerSide:
                 self._bad_blocks.update(run.blocks[load.blocks :])
         for order in orders.saves:
             self._under_way += 1
-            self._saves.put((order, now))
+            self._saves.put((order, now, behind))
 
     def take_ended(self, orders: Orders) -> tuple[set[str], set[str]]:
         """Requests whose loads have ended, and of those the ones that failed.
@@ -199,12 +200,12 @@ class WorkerSide:
 
     def _load_all(self) -> None:
         while (item := self._loads.get()) is not None:
-            load, since = item
+            load, since, behind = item
             order = load.order if isinstance(load, LayeredLoad) else load
             if isinstance(load, LayeredLoad):
                 blocks: tuple[int, ...] = (self._load_layered(load),)
             else:
-                blocks = self._load(order, since + self._settings.load_s)
+                blocks = self._load(order, since + self._settings.load_s, behind)
             self.tally.took("load_seconds", order.prompt_tokens, time.monotonic() - since)
             self.tally.add("loads")
             if blocks != tuple(len(run.blocks) for run in order.runs):
@@ -222,6 +223,7 @@ class WorkerSide:
         copied = 0
         try:
             namespace, memory = self._namespaces.of(run.group, load.order.space), self._memory[run.group]
+            assert isinstance(memory, GroupMemory), "loads by layers are of the host's memory"
             keys = [namespace.key(name) for name in run.hashes]
             with namespace.acquire(keys, timeout_s=self._settings.timeout_s) as lease:
                 if len(lease) and load.begin(len(lease)):
@@ -237,14 +239,14 @@ class WorkerSide:
         self.tally.add("load_bytes", copied * self._memory[run.group].block_bytes)
         return copied
 
-    def _load(self, order: Load, until: float) -> tuple[int, ...]:
+    def _load(self, order: Load, until: float, after: Mark) -> tuple[int, ...]:
         blocks: list[int] = []
         for run in order.runs:
             complete = all(n == len(run.blocks) for n, run in zip(blocks, order.runs, strict=False))
-            blocks.append(self._load_run(order, run, until) if complete else 0)
+            blocks.append(self._load_run(order, run, until, after) if complete else 0)
         return tuple(blocks)
 
-    def _load_run(self, order: Load, run: Run, until: float) -> int:
+    def _load_run(self, order: Load, run: Run, until: float, after: Mark) -> int:
         """How many leading blocks were loaded. Only this much of the engine's memory is as the store has it."""
         done = 0
         try:
@@ -252,18 +254,17 @@ class WorkerSide:
             keys = [namespace.key(name) for name in run.hashes]
             part = max(PART_BYTES // memory.block_bytes, 1)
             while done < len(keys) and (left_s := until - time.monotonic()) > 0 and self._client.connected:
+                end = min(done + part, len(keys))
                 try:
-                    lease = namespace.acquire(keys[done : done + part], timeout_s=left_s)
+                    came = memory.load(namespace, keys[done:end], run.blocks[done:end], after, left_s)
                 except ResourceExhausted:
                     if part == 1:
                         raise
                     part = max(part // 4, 1)
                     continue
-                with lease:
-                    if not len(lease):
-                        break
-                    memory.fill(run.blocks[done : done + len(lease)], lease.views)
-                    done += len(lease)
+                if not came:
+                    break
+                done += came
         except KVStoreError as e:
             log.info("%d of %d blocks were loaded: %s", done, len(run.blocks), e)
         except Exception:
@@ -277,9 +278,9 @@ class WorkerSide:
 
     def _save_all(self) -> None:
         while (item := self._saves.get()) is not None:
-            order, since = item
+            order, since, behind = item
             began = time.thread_time()
-            came = [self._save_run(order, run, since) for run in order.runs]
+            came = [self._save_run(order, run, since, behind) for run in order.runs]
             self.tally.add("saves")
             self.tally.add("save_cpu_seconds", time.thread_time() - began)
             self.tally.took("save_seconds", order.prompt_tokens, time.monotonic() - since)
@@ -287,7 +288,7 @@ class WorkerSide:
             self._saved.append((order.job, stored))
             self._ended.set()
 
-    def _save_run(self, order: Save, run: Run, since: float) -> tuple[int, int]:
+    def _save_run(self, order: Save, run: Run, since: float, after: Mark) -> tuple[int, int]:
         """How many leading blocks the store has by now, and how many of them it had before."""
         total = len(run.blocks)
         if time.monotonic() - since > self._settings.save_s:
@@ -300,7 +301,7 @@ class WorkerSide:
                 keys = [namespace.key(name) for name in run.hashes]
                 existing = namespace.match(keys).blocks
                 self.tally.add("save_existing", existing)
-                done = self._put(order, run, namespace, keys, existing)
+                done = self._put(order, run, namespace, keys, existing, after)
         except KVStoreError as e:
             log.info("blocks are not saved: %s", e)
         except Exception:
@@ -309,7 +310,7 @@ class WorkerSide:
             self.tally.add("save_rejected", total - done)
         return done, existing
 
-    def _put(self, order: Save, run: Run, namespace: Namespace, keys: list[bytes], done: int) -> int:
+    def _put(self, order: Save, run: Run, namespace: Namespace, keys: list[bytes], done: int, after: Mark) -> int:
         """Stores what comes after the first `done`; answers how many leading blocks are stored."""
         memory = self._memory[run.group]
         # Of the chain before, only the parent of the first block and its depth matter.
@@ -319,20 +320,20 @@ class WorkerSide:
         while done < len(keys):
             end = min(done + part, len(keys))
             try:
-                slots = namespace.reserve(end - done)
+                result = memory.store(
+                    namespace, before + keys[:end], run.depth + done, run.blocks[done:end], after, hint
+                )
             except ResourceExhausted:
                 if part == 1:
                     raise
                 part = max(min(part, len(keys) - done) // 4, 1)
                 continue
-            with slots:
-                memory.drain(run.blocks[done:end], slots.views)
-                result = slots.commit(before + keys[:end], start=run.depth + done, hint=hint)
             self.tally.add("save_blocks", result.stored)
             self.tally.add("save_bytes", result.stored * memory.block_bytes)
             if result.existing:
                 self.tally.add("save_existing", result.existing)
             if result.rejected:
+                log.info("%d of %d blocks are not saved: %s", result.rejected, end - done, result.error)
                 break
             done = end
         return done

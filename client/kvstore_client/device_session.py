@@ -1,0 +1,408 @@
+"""The session for memory of devices: a connection beside the one for shared memory, so that no device costs that one.
+
+What is asked here may take a driver's time on either side, and a call that gets no answer in time ends its session: a
+read of shared memory must neither wait for it nor lose its session by it.
+
+`Holdings` is what this process has of one life of the daemon: slots leased and granted, segments open. It passes from a
+session that ended to the next one, which names what is still used (Resume); with a daemon that knows nothing of it, it
+is left behind, and the next session begins with its own. Ends of holds are appended to `ended`, by finalizers too, and
+told by the client's thread.
+"""
+
+import logging
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from kvstore_client.afterwards import Afterwards
+from kvstore_client.marks import Mark
+from kvstore_client.session import Session
+from kvstore_client.stream import close_all
+from kvstore_client.transport import Identity
+from kvstore_client.waiting import locked, seconds_left
+from kvstored.v1 import PROTOCOL, errors
+from kvstored.v1 import kvstore_pb2 as pb
+from kvstored_cuda.devices.device import Mapping
+from kvstored_cuda.devices.errors import DeviceError
+from kvstored_cuda.devices.handles import Generation, Handle, HandleKind
+
+log = logging.getLogger("kvstore_client")
+
+Key = tuple[str, int]
+"""A device's UUID and the generation of its memory."""
+
+
+class DeviceHold:
+    """Keeps slots: leased ones until the last who refers to it is gone, those to write to until they are stored."""
+
+    __slots__ = ("__weakref__", "terms")
+
+    def __init__(self, terms: "Terms") -> None:
+        self.terms = terms
+
+    @property
+    def slots(self) -> list[int]:
+        """Those that go back with it."""
+        return self.terms.slots
+
+    def release_after(self, mark: Mark | None) -> None:
+        """The daemon hears of its end not before that has come (None: at once)."""
+        self.terms.after = mark
+
+
+class Terms:
+    """What becomes of a hold's slots. Apart from it, since its finalizer must not refer to it."""
+
+    def __init__(self, holdings: "Holdings", key: Key, slots: list[int], *, written: bool) -> None:
+        self.holdings, self.key, self.slots, self.written = holdings, key, slots, written
+        self.after: Mark | None = None
+
+    def end(self) -> None:
+        """The last who used the slots is gone."""
+        if self.after is not None:
+            mark, self.after = self.after, None
+            self.holdings.afterwards.keep(mark, self.hold())
+        elif self.slots:
+            self.holdings.ended.append(self)
+            self.holdings.wake()
+
+    def hold(self) -> DeviceHold:
+        """An object whose end ends the hold."""
+        hold = DeviceHold(self)
+        weakref.finalize(hold, self.end).atexit = False
+        return hold
+
+
+class Holdings:
+    """Guarded by `lock`, but for `ended` and `closed`."""
+
+    def __init__(self, afterwards: Afterwards, wake: Callable[[], None]) -> None:
+        self.afterwards, self.wake = afterwards, wake
+        self.lock = threading.RLock()
+        self.leased: dict[Key, Counter[int]] = {}
+        self.granted: dict[Key, dict[int, Terms]] = {}
+        """By slot, since a slot that was stored may be granted again while its first hold has not been settled."""
+        self.ended: deque[Terms] = deque()
+        self.unsettled: deque[DeviceCommit] = deque()
+        """Commits that nobody waits for any more."""
+        self.opened: dict[Key, dict[int, Mapping]] = {}
+        self.opening: set[tuple[Key, int]] = set()
+        """Calls that have not returned; so is `closing`."""
+        self.closing: set[tuple[Key, int]] = set()
+        self.closed: deque[tuple[Key, int]] = deque()
+        """To be told."""
+        self.wanted_back: set[tuple[Key, int]] = set()
+        """Segments that the daemon asked for."""
+
+    def lease(self, key: Key, slots: list[int]) -> DeviceHold:
+        """A hold of leased slots."""
+        with self.lock:
+            self.leased.setdefault(key, Counter()).update(slots)
+        return Terms(self, key, slots, written=False).hold()
+
+    def grant(self, key: Key, slots: list[int]) -> DeviceHold:
+        """A hold of slots to write to."""
+        terms = Terms(self, key, slots, written=True)
+        with self.lock:
+            self.granted.setdefault(key, {}).update(dict.fromkeys(slots, terms))
+        return terms.hold()
+
+    def take_ended(self) -> Iterator[Terms]:
+        """Whatever has ended, each once, however many ask."""
+        while True:
+            try:
+                yield self.ended.popleft()
+            except IndexError:
+                return
+
+    def take_unsettled(self) -> list["DeviceCommit"]:
+        """All of them, to be asked or put back."""
+        return [self.unsettled.popleft() for _ in range(len(self.unsettled))]
+
+    def left_alone(self) -> None:
+        """There is no session to tell: what ends is only forgotten, and a Resume does not name it."""
+        for commit in self.take_unsettled():
+            commit.unknown()
+            commit.end_hold()
+        for terms in self.take_ended():
+            self.settle(terms)
+
+    def settle(self, terms: Terms) -> list[int]:
+        """Forgets what has ended; the slots that the daemon is to hear of."""
+        with self.lock:
+            if terms.written:
+                return self.no_longer(terms, list(terms.slots))
+            leased = self.leased.get(terms.key, Counter())
+            slots = [slot for slot in terms.slots if leased[slot] > 0]
+            leased.subtract(slots)
+            for slot in slots:
+                if leased[slot] <= 0:
+                    del leased[slot]
+            return slots
+
+    def no_longer(self, terms: Terms, slots: Iterable[int]) -> list[int]:
+        """These slots are not granted by these terms any more; answers those that were."""
+        with self.lock:
+            granted = self.granted.get(terms.key, {})
+            mine = [slot for slot in slots if granted.get(slot) is terms]
+            for slot in mine:
+                del granted[slot]
+        return mine
+
+    def uses(self) -> list[pb.DeviceUses]:
+        """All of it, as a Resume names it."""
+        with self.lock:
+            return [
+                pb.DeviceUses(
+                    device=key[0],
+                    generation=key[1],
+                    leased=self.leased.get(key, Counter()).elements(),
+                    granted=self.granted.get(key, {}),
+                )
+                for key in dict.fromkeys([*self.leased, *self.granted])
+                if self.leased.get(key) or self.granted.get(key)
+            ]
+
+    def carried(self, said: Iterable[pb.DeviceUses]) -> None:
+        """What is ours still, as the answer to a Resume says it; what holds have of the rest is nothing."""
+        kept = {(of.device, of.generation): set(of.granted) for of in said}
+        with self.lock:
+            for key in [key for key in self.leased if key not in kept]:
+                del self.leased[key]
+            for key, granted in self.granted.items():
+                for slot in [slot for slot in granted if slot not in kept.get(key, ())]:
+                    del granted[slot]
+
+    @property
+    def nothing(self) -> bool:
+        """Whether nothing is held or open."""
+        with self.lock:
+            used = any(self.leased.values()) or any(self.granted.values()) or any(self.opened.values())
+            return not (used or self.opening or self.closing or self.ended)
+
+    def segments_in_use(self, key: Key) -> set[int]:
+        """Those with slots that somebody uses."""
+        with self.lock:
+            return {slot >> 32 for slots in (self.leased.get(key, ()), self.granted.get(key, ())) for slot in slots}
+
+
+class DeviceCommit:
+    """A Commit that was sent, until its end is known: `results` then, one for each slot; empty where none was stored.
+
+    From when it is sent the slots are the daemon's, but those that the results say EXISTS or REJECTED of: they are the
+    hold's again.
+    """
+
+    def __init__(self, session: "DeviceSession", hold: DeviceHold, slots: list[int]) -> None:
+        self._session, self._terms = session, hold.terms
+        self._slots = slots
+        self.ticket = 0
+        self.over = False
+        self.results: list[int] = []
+        self.why = ""
+
+    def answered(self, results: Sequence[int], ticket: int) -> None:
+        """What the daemon said to it: the end, or a ticket to ask for that."""
+        self.ticket = ticket
+        if not ticket:
+            self._end(results)
+
+    def ask(self, wait_s: float, timeout_s: float) -> bool:
+        """Whether it is over; the daemon waits so long for that. Raises like any call: then it is not known."""
+        if not self.over:
+            question = pb.TicketRequest(ticket=self.ticket, wait_ms=int(wait_s * 1000))
+            reply = self._session.call(pb.Request(ticket=question), timeout_s).ticket
+            if reply.state != pb.TICKET_RUNNING:
+                self.why = reply.why
+                self._end(list(reply.results) if reply.state == pb.TICKET_DONE else [])
+        return self.over
+
+    def _end(self, results: Sequence[int]) -> None:
+        self.over, self.results = True, list(results)
+        left = [slot for slot, result in zip(self._slots, results, strict=False) if result != pb.STORED]
+        self._terms.holdings.no_longer(self._terms, set(self._slots) - set(left))
+        self._terms.slots.extend(left)
+
+    def unknown(self) -> None:
+        """Nobody can be asked: the slots go back with the hold, if they are ours."""
+        if not self.over:
+            self.over = True
+            self._terms.slots.extend(self._slots)
+
+    def end_hold(self) -> None:
+        """Of a commit that nobody waits for, when it is over: its hold has gone before."""
+        self._terms.end()
+
+
+class DeviceSession(Session):
+    """As Session, without index and mappings. `holdings` is what this process has through it."""
+
+    def __init__(self, arguments: tuple[str, str, str, float, bool], holdings: Holdings) -> None:
+        path, client, tenant, timeout_s, _ = arguments
+        self.holdings = holdings
+        self.devices: dict[str, pb.Device] = {}
+        """As it was last told, by UUID."""
+        self.exporter: Generation | None = None
+        self.told_at = 0.0
+        super().__init__(path, client, tenant, timeout_s, False)
+
+    def open(self, before: Session | None, until: float) -> None:
+        """Says Hello, and takes over what `before` has; else what that had is left behind."""
+        client, tenant, _ = self._identity
+        hello = pb.HelloRequest(protocol=PROTOCOL, client=client, tenant=tenant)
+        if not isinstance(before, DeviceSession):
+            self.hello = self.call(pb.Request(hello=hello), seconds_left(until)).hello
+            return
+        with locked(before.lock, seconds_left(until)):
+            held = before.holdings
+            held.left_alone()
+            hello.resume.nonce = before.hello.nonce
+            hello.resume.devices.extend(held.uses())
+            self.hello = self.call(pb.Request(hello=hello), seconds_left(until)).hello
+            if self.hello.resumed:
+                self.holdings, before._forward = held, self
+                held.carried(self.hello.devices)
+            else:
+                before._abandoned = True
+
+    def ask_devices(self, timeout_s: float, now: float) -> None:
+        """What devices there are, as of `now`; of generations that are over nothing is held any more."""
+        reply = self.call(pb.Request(devices=pb.DevicesRequest()), timeout_s).devices
+        self.devices = {device.uuid: device for device in reply.devices}
+        self.exporter = Generation.from_bytes(reply.exporter) if reply.exporter else None
+        self.told_at = now
+
+    def number_of(self, ns: Identity, timeout_s: float) -> int:
+        """The namespace's, opened at first use."""
+        found = self.namespaces.get(ns.digest)
+        if found is None:
+            found = self.call(pb.Request(open_namespace=ns.opening()), timeout_s).open_namespace
+            self.namespaces[ns.digest] = found
+        return found.namespace_id
+
+    def ask(self, key: Key, timeout_s: float, **op: Any) -> pb.DeviceReply:
+        """One DeviceRequest and its answer; raises like any call."""
+        with locked(self.lock, timeout_s):
+            return self._asked(key, timeout_s, **op)
+
+    def _asked(self, key: Key, timeout_s: float, **op: Any) -> pb.DeviceReply:
+        """The same with the lock held: what the answer gives is noted before anybody else has the session."""
+        request = pb.DeviceRequest(device=key[0], generation=key[1], **op)
+        return self._exchange(pb.Request(device=request), timeout_s)[0].device
+
+    def lease(self, key: Key, request: pb.AcquireRequest, timeout_s: float) -> tuple[list[int], DeviceHold | None]:
+        """Acquire, and what keeps the slots."""
+        with locked(self.lock, timeout_s):
+            slots = list(self._asked(key, timeout_s, acquire=request).acquire.slots)
+            return slots, self.holdings.lease(key, slots) if slots else None
+
+    def grant(self, key: Key, request: pb.ReserveRequest, timeout_s: float) -> DeviceHold:
+        """Reserve; the hold gives the slots back that no commit takes."""
+        with locked(self.lock, timeout_s):
+            return self.holdings.grant(key, list(self._asked(key, timeout_s, reserve=request).reserve.slots))
+
+    def commit_to(self, key: Key, request: pb.DeviceCommitRequest, hold: DeviceHold, timeout_s: float) -> DeviceCommit:
+        """Commit of slots of a hold. Raises like any call: what the daemon refuses stays the hold's."""
+        made = DeviceCommit(self, hold, list(request.commit.slots))
+        with locked(self.lock, timeout_s):
+            sent = set(request.commit.slots)
+            hold.slots[:] = [slot for slot in hold.slots if slot not in sent]
+            try:
+                reply = self._asked(key, timeout_s, commit=request).commit
+            except BaseException:
+                made.unknown()
+                raise
+            made.answered(list(reply.results), reply.ticket)
+        return made
+
+    def handles(self, key: Key, segments: Sequence[int], timeout_s: float) -> dict[int, Handle]:
+        """Of segments, those that the daemon still has. Who opens them closes their descriptors."""
+        request = pb.DeviceRequest(device=key[0], generation=key[1], segments=pb.SegmentsRequest(ids=segments))
+        reply, descriptors = self._call_for_descriptors(pb.Request(device=request), timeout_s)
+        found = {}
+        try:
+            for segment in reply.device.segments.segments:
+                handle = Handle.from_bytes(segment.handle)
+                if handle.kind == HandleKind.DESCRIPTOR and descriptors:  # without one it is refused when it is opened
+                    handle = Handle.from_bytes(segment.handle, descriptors.pop(0))
+                found[segment.id] = handle
+        except BaseException:
+            close_all([handle.descriptor for handle in found.values() if handle.descriptor >= 0])
+            raise
+        finally:
+            close_all(descriptors)
+        return found
+
+    def _reply(self, number: int, descriptors: list[int] | None = None) -> pb.Reply:
+        reply = super()._reply(number, descriptors)
+        for one in reply.detach_devices:
+            self.holdings.wanted_back.update(((one.device, one.generation), segment) for segment in one.segments)
+        return reply
+
+    def tell_ended(self, timeout_s: float) -> None:
+        """Releases and aborts what has ended. Raises like any call; what is not told a Resume does not name."""
+        held = self.holdings
+        for commit in held.take_unsettled():
+            try:
+                over = commit.ask(0, timeout_s)
+            except errors.KVStoreError as e:
+                log.debug("the end of a commit is not known yet: %s", e)
+                over = False
+            if over:
+                commit.end_hold()
+            else:
+                held.unsettled.append(commit)  # of a session that has ended: see `Holdings.left_alone`
+        if not held.ended:
+            return
+        with locked(self.lock, timeout_s):  # first: what is taken and not told would be forgotten
+            for terms in held.take_ended():
+                if slots := held.settle(terms):
+                    self._tell_end(terms, slots, timeout_s)
+
+    def _tell_end(self, terms: Terms, slots: list[int], timeout_s: float) -> None:
+        """With the lock held. Raises only where the session has ended."""
+        try:
+            if terms.written:
+                self._asked(terms.key, timeout_s, abort=pb.AbortRequest(slots=slots))
+            else:
+                self._asked(terms.key, timeout_s, release=pb.ReleaseRequest(slots=slots))
+        except errors.KVStoreError as e:
+            if self.dead:
+                raise
+            log.debug("slots of device %s were not given back, as of memory that is gone: %s", terms.key[0], e)
+
+    def tell_closed(self, timeout_s: float) -> None:
+        """Which segments this process has closed. Raises like any call, and tells it the next time."""
+        held = self.holdings
+        by_key: dict[Key, list[int]] = {}
+        while held.closed:
+            key, segment = held.closed.popleft()
+            by_key.setdefault(key, []).append(segment)
+        while by_key:
+            key, segments = by_key.popitem()
+            try:
+                self.ask(key, timeout_s, closed=pb.DeviceClosedRequest(segments=segments))
+            except errors.FailedPrecondition as e:
+                log.debug("segments of device %s are closed: %s", key[0], e)
+            except BaseException:
+                by_key[key] = segments
+                held.closed.extend((one, segment) for one, some in by_key.items() for segment in some)
+                raise
+
+    def _leave_if_free(self) -> None:
+        if self.holdings.nothing:
+            super()._leave_if_free()
+
+
+def close_segment(holdings: Holdings, key: Key, segment: int, mapping: Mapping) -> None:
+    """Closes what nobody uses any more; may block for long. `closed` has it then."""
+    try:
+        mapping.close()
+    except DeviceError as e:
+        log.warning("a segment of device %s is given up, not closed: %s", key[0], e)
+    with holdings.lock:
+        holdings.closing.discard((key, segment))
+        holdings.closed.append((key, segment))
+    holdings.wake()
