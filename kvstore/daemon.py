@@ -142,7 +142,8 @@ class Daemon:
         self._started = time.monotonic()
         epoch = secrets.randbits(63) | 1
         place = place_for(settings, notifier, left)
-        self.warm = None if place is None else Warm(place, settings.host.size_bytes, huge_pages=self._huge_pages)
+        size_bytes, devices = settings.host.size_bytes, bool(settings.gpu.size_bytes)
+        self.warm = None if place is None else Warm(place, size_bytes, huge_pages=self._huge_pages, devices=devices)
         self.slab = Slab(huge_pages=self._huge_pages, place=place)
         stored_bytes = settings.host.size_bytes + (settings.ssd.size_bytes if settings.ssd.path is not None else 0)
         self.indexes = Indexes(epoch, stored_bytes // EXPECTED_BLOCK_BYTES)

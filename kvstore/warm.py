@@ -97,10 +97,12 @@ def place_for(settings: Settings, notifier: Notifier, left: Mapping[str, int]) -
 class Warm:
     """One place, and the ledger in it."""
 
-    def __init__(self, place: Lasting, size_bytes: int, *, huge_pages: bool) -> None:
+    def __init__(self, place: Lasting, size_bytes: int, *, huge_pages: bool, devices: bool = False) -> None:
+        """`devices`: the daemon has memory of devices, and so may the one before it have had."""
         self.place = place
         self.adopted: Adopted | None = None
         self._size_bytes = size_bytes
+        self._devices = devices
         self._page_bytes = HUGE_PAGE_BYTES if huge_pages else PAGE_BYTES
         self._world = _world()
         self._pid = os.getpid()
@@ -209,6 +211,8 @@ class Warm:
         alive: list[SessionFound] = []
         for session in left.found.sessions:
             process = peer.process(session.pid, session.born)
+            if process is None and self._devices and session.granted:  # a device may be writing there still
+                process = Peer(session.pid, -1, -1, "it is gone")
             if process is None:
                 self.ledger.strike_session(session.place)
             else:

@@ -4,16 +4,18 @@ A slot that a kernel may touch is nobody else's (kvstore/README.md, rule 5), so 
 reference, until the event behind the kernel has come. Then the reference is dropped, and finalizers do the rest; so
 they do when the device is lost, since none of its kernels runs any more. A thread of its own asks the events.
 
-`keep` may be called anywhere, also in a finalizer: it appends and wakes, no more.
+`keep` and `keep_behind` may be called anywhere, also in a finalizer: they append and wake, no more.
 """
 
 import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 
 from kvstore_client.marks import Mark
 from kvstore_client.waiting import Wake
+from kvstored.v1.errors import KVStoreError
 from kvstored_cuda.devices.errors import DeviceError, DeviceLost
 
 log = logging.getLogger("kvstore_client")
@@ -25,19 +27,45 @@ IDLE_S = 60.0
 """A thread with nothing to watch looks up once in a while; `keep` wakes it."""
 
 
+class _Kept:
+    """Things, and the marks that have not come; `record`: makes more of them, by the thread."""
+
+    def __init__(self, marks: list[Mark], record: Callable[[], Sequence[Mark]] | None, things: tuple[object, ...]):
+        self.marks, self.record, self.things = marks, record, things
+
+    def over(self) -> bool:
+        """Whether nothing is waited for any more. What cannot be recorded is tried again: `things` are kept."""
+        if self.record is not None:
+            try:
+                self.marks.extend(self.record())
+            except DeviceLost as e:
+                log.debug("what is kept for a device goes, since nothing of it runs any more: %s", e)
+            except KVStoreError as e:
+                log.debug("a device cannot mark the end of its work, and is asked again: %s", e)
+                return False
+            self.record = None
+        self.marks = [mark for mark in self.marks if not _over(mark)]
+        return not self.marks
+
+
 class Afterwards:
     """Of one client. `close` ends the thread once nothing is kept any more."""
 
     def __init__(self) -> None:
-        self._new: deque[tuple[Mark, tuple[object, ...]]] = deque()
-        self._kept: list[tuple[Mark, tuple[object, ...]]] = []
+        self._new: deque[_Kept] = deque()
+        self._kept: list[_Kept] = []
         self._wake = Wake()
         self._closed = False
         threading.Thread(target=self._work, name="kvstore-afterwards", daemon=True).start()
 
     def keep(self, mark: Mark, *things: object) -> None:
         """Refers to `things` until the mark has come."""
-        self._new.append((mark, things))
+        self._new.append(_Kept([mark], None, things))
+        self._wake.set()
+
+    def keep_behind(self, record: Callable[[], Sequence[Mark]], *things: object) -> None:
+        """Refers to `things` until all marks have come that `record` makes; the thread calls it, soon."""
+        self._new.append(_Kept([], record, things))
         self._wake.set()
 
     def wait_empty(self, timeout_s: float) -> bool:
@@ -66,7 +94,7 @@ class Afterwards:
                 self._kept.append(self._new[0])
                 self._new.popleft()  # behind it: `len` never counts too few
             before = len(self._kept)
-            self._kept = [kept for kept in self._kept if not _over(kept[0])]
+            self._kept = [kept for kept in self._kept if not kept.over()]
             if not len(self):
                 pause_s = IDLE_S
                 continue

@@ -1,17 +1,22 @@
 """Blocks held on a device, in a caller's hands: as addresses, tensors, or whatever takes DLPack. Without a copy.
 
 What is made from a lease keeps its blocks until it is gone itself, as with a Lease of memory. But a kernel refers to
-nothing: who lets go of a block that kernels still read says so, by `release(stream)`. Blocks are not to be written to.
+nothing, so a lease does not end with the last object: it ends behind what is then enqueued on
+  - the default stream (and with it, as CUDA has it, all streams that are not made non-blocking)
+  - streams that were named, by `used_on` or `release(stream)`, also when a tensor that outlives the lease is used there
+  - on a GPU, the streams of torch and cupy that were current when the lease was acquired, asked for a block and
+    released, and when the last object went, each on the thread where that was
+Kernels on any other stream are not waited for: name it. Blocks are not to be written to.
 """
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 
 from kvstore_client.device_session import DeviceHold
+from kvstore_client.marks import Uses
 from kvstore_client.reads import GPU
 from kvstored.v1.errors import FailedPrecondition, InvalidArgument
 from kvstored_cuda.devices.device import Device
@@ -69,14 +74,15 @@ class DeviceLease:
         block_bytes: int,
         holds: list[DeviceHold],
         device: Device | None,
-        releasing: Callable[[DeviceHold, Any], None],
+        uses: Uses | None,
     ) -> None:
-        """`releasing` has the daemon hear of a hold's end only after what is on that stream now."""
+        """`uses`: the streams behind which the holds end; None where nothing is held."""
         self._addresses = list(addresses)
         self._block_bytes = block_bytes
         self._holds: list[DeviceHold] | None = holds
         self._device = device
-        self._releasing = releasing
+        self._uses = uses
+        self._name_current()
 
     def __len__(self) -> int:
         """How many blocks are held."""
@@ -91,6 +97,7 @@ class DeviceLease:
     def dlpack(self, i: int) -> DeviceBlock:
         """Block `i` for torch.from_dlpack, cupy.from_dlpack and the like (numpy's, on a HostDevice), as uint8."""
         holds = self._held()
+        self._name_current()
         if not isinstance(i, int) or not 0 <= i < len(self._addresses):
             raise InvalidArgument(f"block {i!r} is not one of the {len(self._addresses)} that are held")
         return DeviceBlock(self._addresses[i], self._block_bytes, getattr(self._device, "ordinal", None), tuple(holds))
@@ -102,24 +109,28 @@ class DeviceLease:
         tensor = torch.from_dlpack(self.dlpack(i))
         return tensor if dtype is None else tensor.view(dtype)
 
+    def used_on(self, stream: Any) -> None:
+        """Kernels on `stream` (torch's, cupy's, or its address) use the blocks, now or later: they are waited for.
+
+        An address must be that of a stream that lives as long as anything made from the lease. Raises InvalidArgument
+        for cudaStreamPerThread (2), which is another stream on each thread.
+        """
+        if self._uses is not None:
+            self._uses.name(stream)
+
     def release(self, stream: Any = None) -> None:
         """Lets go. What was made from the lease keeps its blocks until it is gone itself.
 
-        `stream` (torch's, cupy's, or its address): not before what is enqueued on it now has run, whatever still
-        refers to the blocks or does not. Without one: on a GPU torch's current stream, where torch is in use.
+        `stream`: as `used_on`. Without one kernels are waited for on the streams that this module names, no others.
         """
-        holds, self._holds = self._holds, None
-        if stream is None:
-            stream = self._current_stream()
-        if holds and stream is not None:
-            for hold in holds:
-                self._releasing(hold, stream)
+        if stream is not None:
+            self.used_on(stream)
+        self._name_current()
+        self._holds = None
 
-    def _current_stream(self) -> Any:
-        ordinal, torch = getattr(self._device, "ordinal", None), sys.modules.get("torch")
-        if ordinal is None or torch is None or not torch.cuda.is_initialized():
-            return None
-        return torch.cuda.current_stream(ordinal)
+    def _name_current(self) -> None:
+        if self._uses is not None:
+            self._uses.name_current()
 
     def _held(self) -> list[DeviceHold]:
         if self._holds is None:

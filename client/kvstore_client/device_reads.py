@@ -3,12 +3,12 @@
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from kvstore_client.device_lease import DeviceLease
 from kvstore_client.device_session import DeviceHold
 from kvstore_client.devices import explained, uuid_of
 from kvstore_client.loads import DEADLINE_MS_MAX, answer_s
+from kvstore_client.marks import Uses
 from kvstore_client.pool import Pool
 from kvstore_client.pools import Pools
 from kvstore_client.tickets import STATES, Ticket, of_session
@@ -17,7 +17,6 @@ from kvstored.v1 import KEYS_MAX
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.errors import DeadlineExceeded, FailedPrecondition, ResourceExhausted, Unavailable
 from kvstored_cuda.devices.errors import DeviceError, DeviceLost
-from kvstored_cuda.launching import stream_address
 
 log = logging.getLogger("kvstore_client")
 
@@ -55,15 +54,11 @@ def acquire(pools: Pools, ns: Identity, keys: Sequence[bytes], timeout_s: float,
     except DeviceError as e:
         raise explained(e) from e
     device = pool.device if pool is not None else None
-
-    def releasing(hold: DeviceHold, stream: Any) -> None:
-        assert device is not None, "who holds something has a device"
-        try:
-            hold.release_after(pools.marks(device).after(device.wrap_stream(stream_address(stream))))
-        except DeviceLost as e:
-            log.debug("a hold ends at once, since nothing of the device runs any more: %s", e)
-
-    return DeviceLease(addresses, ns.block_bytes, holds, device, releasing)
+    uses = Uses(pools.marks(device), device) if device is not None and holds else None
+    for hold in holds:
+        assert uses is not None
+        hold.release_behind(uses)
+    return DeviceLease(addresses, ns.block_bytes, holds, device, uses)
 
 
 def _hold(

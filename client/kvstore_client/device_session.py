@@ -4,9 +4,11 @@ What is asked here may take a driver's time on either side, and a call that gets
 read of shared memory must neither wait for it nor lose its session by it.
 
 `Holdings` is what this process has of one life of the daemon: slots leased and granted, segments open. It passes from a
-session that ended to the next one, which names what is still used (Resume); with a daemon that knows nothing of it, it
-is left behind, and the next session begins with its own. Ends of holds are appended to `ended`, by finalizers too, and
-told by the client's thread.
+session that ended to the next, which names what is still used (Resume); with a daemon that knows nothing of it, it is
+left behind. Ends of holds are appended to `ended`, by finalizers too, and told by the client's thread.
+
+A segment is pinned by every hold of slots in it, until nothing runs any more that was to be waited for with that hold:
+whoever has the slots by then, a kernel that is queued needs them mapped.
 """
 
 import logging
@@ -14,10 +16,11 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from kvstore_client.afterwards import Afterwards
-from kvstore_client.marks import Mark
+from kvstore_client.marks import Mark, Uses
 from kvstore_client.session import Session
 from kvstore_client.stream import close_all
 from kvstore_client.transport import Identity
@@ -25,7 +28,7 @@ from kvstore_client.waiting import locked, seconds_left
 from kvstored.v1 import PROTOCOL, errors
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored_cuda.devices.device import Mapping
-from kvstored_cuda.devices.errors import DeviceError
+from kvstored_cuda.devices.errors import DeviceTimeout
 from kvstored_cuda.devices.handles import Generation, Handle, HandleKind
 
 log = logging.getLogger("kvstore_client")
@@ -51,6 +54,10 @@ class DeviceHold:
         """The daemon hears of its end not before that has come (None: at once)."""
         self.terms.after = mark
 
+    def release_behind(self, uses: Uses) -> None:
+        """The daemon hears of its end not before what is on those streams when nothing refers to it any more."""
+        self.terms.uses = uses
+
 
 class Terms:
     """What becomes of a hold's slots. Apart from it, since its finalizer must not refer to it."""
@@ -58,14 +65,29 @@ class Terms:
     def __init__(self, holdings: "Holdings", key: Key, slots: list[int], *, written: bool) -> None:
         self.holdings, self.key, self.slots, self.written = holdings, key, slots, written
         self.after: Mark | None = None
+        self.uses: Uses | None = None
+        self.gone = False
+        """Nobody refers to the hold, and what was to be waited for has come."""
+        self.pins: set[int] = set()
+        holdings.pin(self)
 
     def end(self) -> None:
-        """The last who used the slots is gone."""
-        if self.after is not None:
-            mark, self.after = self.after, None
-            self.holdings.afterwards.keep(mark, self.hold())
-        elif self.slots:
-            self.holdings.ended.append(self)
+        """The last who used the slots is gone. Runs in finalizers, so it appends, no more."""
+        if self.uses is not None:
+            self.uses.name_current()
+            self.holdings.afterwards.keep_behind(self.uses.record, self.hold())
+            self.uses = self.after = None  # not before: who is interrupted here keeps the slots
+        elif self.after is not None:
+            self.holdings.afterwards.keep(self.after, self.hold())
+            self.after = None
+        else:
+            self.gone = True
+            self.told()
+
+    def told(self) -> None:
+        """The client's thread looks at it, unpins, and tells of slots that go back."""
+        self.holdings.ended.append(self)
+        if self.slots:
             self.holdings.wake()
 
     def hold(self) -> DeviceHold:
@@ -86,7 +108,9 @@ class Holdings:
         """By slot, since a slot that was stored may be granted again while its first hold has not been settled."""
         self.ended: deque[Terms] = deque()
         self.unsettled: deque[DeviceCommit] = deque()
-        """Commits that nobody waits for any more."""
+        """Commits that nobody waits for."""
+        self.pinned: dict[Key, Counter[int]] = {}
+        """How many holds need a segment mapped."""
         self.opened: dict[Key, dict[int, Mapping]] = {}
         self.opening: set[tuple[Key, int]] = set()
         """Calls that have not returned; so is `closing`."""
@@ -95,6 +119,24 @@ class Holdings:
         """To be told."""
         self.wanted_back: set[tuple[Key, int]] = set()
         """Segments that the daemon asked for."""
+        self.given_up: set[tuple[Key, int]] = set()
+        """Segments that could not be closed: mapped as long as this process lives, for all that is known."""
+
+    def pin(self, terms: Terms) -> None:
+        """Its segments stay mapped until `unpin`."""
+        with self.lock:
+            terms.pins = {slot >> 32 for slot in terms.slots}
+            self.pinned.setdefault(terms.key, Counter()).update(terms.pins)
+
+    def unpin(self, terms: Terms) -> None:
+        """Of what has ended; again: nothing."""
+        with self.lock:
+            pins, terms.pins = terms.pins, set()
+            pinned = self.pinned.get(terms.key, Counter())
+            pinned.subtract(pins)
+            for segment in pins:
+                if pinned[segment] <= 0:
+                    del pinned[segment]
 
     def lease(self, key: Key, slots: list[int]) -> DeviceHold:
         """A hold of leased slots."""
@@ -122,18 +164,31 @@ class Holdings:
         return [self.unsettled.popleft() for _ in range(len(self.unsettled))]
 
     def left_alone(self) -> None:
-        """There is no session to tell: what ends is only forgotten, and a Resume does not name it."""
+        """There is no session to tell: leases that end are only forgotten, and a Resume does not name them.
+
+        It names slots that were written to, and the next session gives them back: the daemon must not take them for
+        slots that a kernel may still write to.
+        """
         for commit in self.take_unsettled():
             commit.unknown()
-            commit.end_hold()
+        to_abort = []
         for terms in self.take_ended():
-            self.settle(terms)
+            self.unpin(terms)
+            if not terms.written:
+                self.settle(terms)
+            elif self.granted_by(terms):
+                to_abort.append(terms)
+        self.ended.extend(to_abort)
+
+    def granted_by(self, terms: Terms) -> list[int]:
+        """Slots that go back with these terms."""
+        with self.lock:
+            granted = self.granted.get(terms.key, {})
+            return [slot for slot in dict.fromkeys(terms.slots) if granted.get(slot) is terms]
 
     def settle(self, terms: Terms) -> list[int]:
-        """Forgets what has ended; the slots that the daemon is to hear of."""
+        """Forgets leases that have ended; the slots that the daemon is to hear of."""
         with self.lock:
-            if terms.written:
-                return self.no_longer(terms, list(terms.slots))
             leased = self.leased.get(terms.key, Counter())
             slots = [slot for slot in terms.slots if leased[slot] > 0]
             leased.subtract(slots)
@@ -179,13 +234,18 @@ class Holdings:
     def nothing(self) -> bool:
         """Whether nothing is held or open."""
         with self.lock:
-            used = any(self.leased.values()) or any(self.granted.values()) or any(self.opened.values())
-            return not (used or self.opening or self.closing or self.ended)
+            return self.unused and not (any(self.leased.values()) or any(self.granted.values()) or self.ended)
+
+    @property
+    def unused(self) -> bool:
+        """Whether this process can touch nothing of it any more, whatever the daemon has heard of that."""
+        with self.lock:
+            return not (any(self.pinned.values()) or any(self.opened.values()) or self.opening or self.closing)
 
     def segments_in_use(self, key: Key) -> set[int]:
-        """Those with slots that somebody uses."""
+        """Those with slots that somebody uses, or that something queued may touch."""
         with self.lock:
-            return {slot >> 32 for slots in (self.leased.get(key, ()), self.granted.get(key, ())) for slot in slots}
+            return set(self.pinned.get(key, ()))
 
 
 class DeviceCommit:
@@ -196,7 +256,7 @@ class DeviceCommit:
     """
 
     def __init__(self, session: "DeviceSession", hold: DeviceHold, slots: list[int]) -> None:
-        self._session, self._terms = session, hold.terms
+        self.session, self._terms = session, hold.terms
         self._slots = slots
         self.ticket = 0
         self.over = False
@@ -213,7 +273,7 @@ class DeviceCommit:
         """Whether it is over; the daemon waits so long for that. Raises like any call: then it is not known."""
         if not self.over:
             question = pb.TicketRequest(ticket=self.ticket, wait_ms=int(wait_s * 1000))
-            reply = self._session.call(pb.Request(ticket=question), timeout_s).ticket
+            reply = self.session.call(pb.Request(ticket=question), timeout_s).ticket
             if reply.state != pb.TICKET_RUNNING:
                 self.why = reply.why
                 self._end(list(reply.results) if reply.state == pb.TICKET_DONE else [])
@@ -230,10 +290,12 @@ class DeviceCommit:
         if not self.over:
             self.over = True
             self._terms.slots.extend(self._slots)
+        self.end_hold()
 
     def end_hold(self) -> None:
-        """Of a commit that nobody waits for, when it is over: its hold has gone before."""
-        self._terms.end()
+        """When it is over: what is the hold's again goes back with it, or now if it has ended before."""
+        if self._terms.gone:
+            self._terms.told()
 
 
 class DeviceSession(Session):
@@ -342,9 +404,15 @@ class DeviceSession(Session):
         return reply
 
     def tell_ended(self, timeout_s: float) -> None:
-        """Releases and aborts what has ended. Raises like any call; what is not told a Resume does not name."""
+        """Releases and aborts what has ended. Raises like any call.
+
+        Leases that were not told a Resume does not name; slots that were written to it does.
+        """
         held = self.holdings
         for commit in held.take_unsettled():
+            if commit.session is not self or self.dead:
+                commit.unknown()  # who could say how it ended is gone
+                continue
             try:
                 over = commit.ask(0, timeout_s)
             except errors.KVStoreError as e:
@@ -353,12 +421,14 @@ class DeviceSession(Session):
             if over:
                 commit.end_hold()
             else:
-                held.unsettled.append(commit)  # of a session that has ended: see `Holdings.left_alone`
+                held.unsettled.append(commit)
         if not held.ended:
             return
         with locked(self.lock, timeout_s):  # first: what is taken and not told would be forgotten
             for terms in held.take_ended():
-                if slots := held.settle(terms):
+                held.unpin(terms)
+                slots = held.granted_by(terms) if terms.written else held.settle(terms)
+                if slots:
                     self._tell_end(terms, slots, timeout_s)
 
     def _tell_end(self, terms: Terms, slots: list[int], timeout_s: float) -> None:
@@ -370,8 +440,11 @@ class DeviceSession(Session):
                 self._asked(terms.key, timeout_s, release=pb.ReleaseRequest(slots=slots))
         except errors.KVStoreError as e:
             if self.dead:
+                self.holdings.ended.extend([terms] if terms.written else [])  # the next session tells it
                 raise
             log.debug("slots of device %s were not given back, as of memory that is gone: %s", terms.key[0], e)
+        if terms.written:
+            self.holdings.no_longer(terms, slots)
 
     def tell_closed(self, timeout_s: float) -> None:
         """Which segments this process has closed. Raises like any call, and tells it the next time."""
@@ -392,17 +465,36 @@ class DeviceSession(Session):
                 raise
 
     def _leave_if_free(self) -> None:
-        if self.holdings.nothing:
+        if not self.holdings.nothing:
+            return
+        if not self.holdings.given_up:
             super()._leave_if_free()
+        elif self._leaving:  # to say that nothing is mapped any more would not be true
+            self._abandoned = True
+            self.die("it was left; what could not be closed is the daemon's again when this process has ended")
 
 
 def close_segment(holdings: Holdings, key: Key, segment: int, mapping: Mapping) -> None:
-    """Closes what nobody uses any more; may block for long. `closed` has it then."""
+    """Closes what nobody uses any more; may block for long. `closed` has it then, if it is closed.
+
+    Else the daemon would free what may still be mapped: after DeviceTimeout it is tried again, or it is given up.
+    """
+    place, then = (key, segment), holdings.given_up.add
     try:
         mapping.close()
-    except DeviceError as e:
-        log.warning("a segment of device %s is given up, not closed: %s", key[0], e)
-    with holdings.lock:
-        holdings.closing.discard((key, segment))
-        holdings.closed.append((key, segment))
+        then = holdings.closed.append
+    except DeviceTimeout as e:
+        log.warning("a segment of device %s is not closed yet, and is tried again: %s", key[0], e)
+        then = partial(_open_again, holdings, mapping)
+    except Exception as e:  # noqa: BLE001  whatever a driver's binding raises, it is no success
+        log.warning("a segment of device %s is given up, not closed: %s: %s", key[0], type(e).__name__, e)
+    finally:
+        with holdings.lock:
+            then(place)
+            holdings.closing.discard(place)
     holdings.wake()
+
+
+def _open_again(holdings: Holdings, mapping: Mapping, place: tuple[Key, int]) -> None:
+    holdings.opened.setdefault(place[0], {})[place[1]] = mapping
+    holdings.wanted_back.add(place)

@@ -7,6 +7,7 @@ runs in `isolated()`, with a deadline, so that one that hangs costs its caller t
 Importing this module touches no driver and imports neither cupy nor torch.
 """
 
+import os
 import threading
 
 from kvstored.v1.errors import FailedPrecondition, InvalidArgument
@@ -29,6 +30,15 @@ _isolated = Isolated()
 def isolated() -> Isolated:
     """Where this process's native calls run, those of all its clients."""
     return _isolated
+
+
+def _forked() -> None:
+    """In the child: the parent's lock may be held, and its calls be counted, by threads that are not there."""
+    global _lock, _isolated
+    _lock, _isolated = threading.Lock(), Isolated()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def use(device: Device) -> None:

@@ -4,12 +4,22 @@ An event that another process may have open must outlive that use, and nobody sa
 recorded anew, never closed while the client is used. Whoever still watches an older record of one only sees it later.
 """
 
+import logging
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
+from kvstored.v1.errors import InvalidArgument
 from kvstored_cuda.devices.device import Device, Event, Stream
 from kvstored_cuda.devices.errors import DeviceError, DeviceLost, IpcRefused
+from kvstored_cuda.launching import stream_address
+
+log = logging.getLogger("kvstore_client")
+
+DEFAULT, PER_THREAD = 0, 2
+"""Pointers of the legacy default stream, and cudaStreamPerThread of driver_types.h: another one on each thread."""
 
 FREE_MAX = 64
 """Events of a device that are kept for the next; more are closed."""
@@ -90,6 +100,57 @@ class Marks:
         self._closed.set()
         while self._free:
             _close(self._free.pop())
+
+
+class Uses:
+    """Streams on which something is used that has no stream of its own, until `record` marks their ends.
+
+    The default stream is always among them. Thread-safe, and safe in finalizers.
+    """
+
+    def __init__(self, marks: Marks, device: Device) -> None:
+        self._marks, self._device = marks, device
+        self._streams: dict[int, tuple[Stream, Any]] = {DEFAULT: (device.wrap_stream(DEFAULT), None)}
+        """By pointer, with the caller's object, which would destroy the stream when it goes."""
+
+    def name(self, stream: Any) -> None:
+        """It is used on that one (torch's, cupy's, its address). Raises InvalidArgument, and what the device says."""
+        address = stream_address(stream)
+        if address == PER_THREAD:
+            raise InvalidArgument(
+                "cudaStreamPerThread is another stream on each thread, so nobody else can wait for it: "
+                "name a stream of your own"
+            )
+        if address not in self._streams:
+            self._streams[address] = self._device.wrap_stream(address), stream
+
+    def name_current(self) -> None:
+        """On the current streams of torch and of cupy too, where this process uses them; never raises."""
+        ordinal = getattr(self._device, "ordinal", None)
+        if ordinal is None:
+            return
+        for current in (_current_of_torch, _current_of_cupy):
+            try:
+                stream = current(ordinal)
+                # A thread's own default stream waits for the legacy one and that for it, which is marked always.
+                if stream is not None and stream_address(stream) != PER_THREAD:
+                    self.name(stream)
+            except Exception as e:  # noqa: BLE001  of another library, in a finalizer
+                log.warning("the current stream is not known, and is not waited for: %s", e)
+
+    def record(self) -> list[Mark]:
+        """A mark behind what is enqueued on each of them now. Raises DeviceLost."""
+        return [self._marks.after(stream) for stream, _ in list(self._streams.values())]
+
+
+def _current_of_torch(ordinal: int) -> Any:
+    torch = sys.modules.get("torch")
+    return torch.cuda.current_stream(ordinal) if torch is not None and torch.cuda.is_initialized() else None
+
+
+def _current_of_cupy(ordinal: int) -> Any:
+    cupy = sys.modules.get("cupy")
+    return cupy.cuda.get_current_stream(ordinal) if cupy is not None else None
 
 
 def _close(event: Event) -> None:

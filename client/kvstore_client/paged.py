@@ -29,8 +29,13 @@ from kvstored_cuda.launching import stream_address
 COMPILE_S = 120.0
 """For the kernels to be compiled at the first use of all; later processes load them."""
 
+SYNCHRONIZE_S = 30.0
+
 BUS_MULTIPROCESSORS = 16
 """How many multiprocessors copies to and from the host keep busy: a few fill the bus."""
+
+STREAM_PER_THREAD = 2
+"""cudaStreamPerThread, driver_types.h of CUDA 13.0: no stream, but a name for that of whichever thread says it."""
 
 __all__ = ["PagedBlocks", "PagedKV", "SlotOrder"]
 
@@ -102,9 +107,11 @@ class PagedKV:
         """Pages for blocks in a row: `pages_per_slot` ids each, flat or `[blocks, pages_per_slot]`.
 
         `stream`: the engine's (torch's, cupy's, or its address), behind whose work copies run. None: torch's current
-        one, where torch is in use; else it has to be said. `layers`: copies only these (of `get_into`).
+        one, where torch is in use; on a HostDevice its default one; else it has to be said. `layers`: copies only
+        these (of `get_into`).
 
-        Raises InvalidArgument: an id that is no page, a shape that does not fit, layers out of range.
+        Raises InvalidArgument: an id that is no page, a shape that does not fit, layers out of range, a stream that is
+        none or is cudaStreamPerThread.
         """
         table = self._table(page_ids)
         if layers is not None and not (
@@ -112,6 +119,13 @@ class PagedKV:
         ):
             raise InvalidArgument(f"layers={layers!r} is not a range of 1 or more within {self.layout.num_layers}")
         return PagedBlocks(self, table, self._stream(stream), layers)
+
+    def synchronize(self, stream: Any = None, timeout_s: float = SYNCHRONIZE_S) -> None:
+        """Waits until all is done that is on a stream (named as in `blocks`): before the processor reads pages.
+
+        Raises DeviceTimeout (a DeadlineExceeded) or DeviceLost.
+        """
+        self._stream(stream).synchronize(timeout_s)
 
     def _table(self, page_ids: Any) -> NDArray[np.int64]:
         layout = self.layout
@@ -132,7 +146,13 @@ class PagedKV:
     def _stream(self, stream: Any) -> Stream:
         if stream is None:
             stream = self._usual_stream()
-        return self.device.wrap_stream(stream_address(stream))
+        address = stream_address(stream)
+        if address == STREAM_PER_THREAD:
+            raise InvalidArgument(
+                "cudaStreamPerThread is another stream on each thread, and copies are looked after by several; pass a "
+                "stream of your own"
+            )
+        return self.device.wrap_stream(address)
 
     def _usual_stream(self) -> Any:
         ordinal, torch = getattr(self.device, "ordinal", None), sys.modules.get("torch")

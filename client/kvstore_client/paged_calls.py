@@ -60,7 +60,7 @@ class PagedCalls:
 def check(ns: Identity, count: int, blocks: PagedBlocks) -> None:
     """Pages that are blocks of this namespace, one block for each key. Raises InvalidArgument."""
     if len(blocks) != count:
-        raise InvalidArgument(f"pages of {len(blocks)} blocks for {count} keys")
+        raise InvalidArgument(f"pages of {len(blocks)} blocks for the {count} keys from `start` on; pass theirs alone")
     kv = blocks.kv
     if kv.block_bytes != ns.block_bytes:
         raise InvalidArgument(

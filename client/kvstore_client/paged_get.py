@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvstore_client.device_session import DeviceHold
 from kvstore_client.lease import Lease
 from kvstore_client.loads import BYTES_PER_S, PART_SHARE
 from kvstore_client.local import LocalTransport
@@ -28,10 +29,11 @@ from kvstore_client.session import Session
 from kvstore_client.slab_locks import SlabUse
 from kvstore_client.staging import Half, Staging
 from kvstore_client.transport import Identity
+from kvstore_client.under_way import UnderWay
 from kvstore_client.waiting import seconds_left
 from kvstored.v1 import KEYS_MAX, shm
 from kvstored.v1.errors import DeadlineExceeded, InvalidArgument, KVStoreError, ResourceExhausted, Unavailable
-from kvstored_cuda.devices.errors import DeviceError
+from kvstored_cuda.devices.errors import DeviceError, DeviceLost
 
 log = logging.getLogger("kvstore_client")
 
@@ -63,26 +65,28 @@ class PagedGet:
         self._end = self._until + len(out) * ns.block_bytes / BYTES_PER_S
         """As for any get_into: as long as more comes within the time-out, but not for ever."""
         self._tier, self._busy = 0, 0
+        self._at = 0
+        """Blocks that are on their way on the stream."""
 
     def run(self) -> Copied:
         """Enqueues the leading run; as Namespace.get_into."""
         session = self._transport.session_now()
         if session is None:
             return Copied(0, HOST)
-        at = 0
         try:
             self._transport.opened(session, self._ns)  # so that its memory is page-locked by when it is wanted
-            at = self._copy(session)
+            self._copy(session)
         except (Unavailable, DeadlineExceeded, ResourceExhausted) as e:
-            if isinstance(e, DeviceError):
+            if isinstance(e, DeviceLost) or (isinstance(e, DeviceError) and not self._at):
                 raise
             log.debug("blocks count as missing: %s", e)
-        if at:
-            session.reads.used(self._keys[: self._start + at])
-        return Copied(at, self._tier or HOST, self._busy)
+        if self._at:
+            session.reads.used(self._keys[: self._start + self._at])
+        return Copied(self._at, self._tier or HOST, self._busy)
 
-    def _copy(self, session: Session) -> int:
-        self._at, count = 0, len(self._out)
+    def _copy(self, session: Session) -> None:
+        """Enqueues copies as long as blocks come; `_at` is how many, whatever it raises."""
+        count = len(self._out)
         pool = self._pools.usable(self._device.uuid, self._until)
         index, keys = self._transport.index_of(session), self._keys[self._start :]
         _, flags = index.leading(keys, self._ns.block_bytes)
@@ -96,30 +100,28 @@ class PagedGet:
                 end = next((i for i in range(at + 1, len(on_device)) if on_device[i]), count)
                 if not self._from_memory(session, at, end):
                     break
-        return self._at
 
     def _scatter(self, at: int, addresses: Sequence[int], busy: int | None, *keep: object) -> None:
         """Enqueues copies to the pages from `at` on; `keep` lives as long as they run."""
         stream, pages = self._out.stream, self._out.pages[at : at + len(addresses)]
-        mark = Mark(stream)
-        try:
-            self._kv.copies.scatter(
-                pages,
-                addresses,
-                slot_bytes=self._ns.block_bytes,
-                layers=self._out.layers,
-                stream=stream,
-                multiprocessors=busy,
-            )
-            mark = self._marks.after(stream)
-        finally:
-            self._pools.afterwards.keep(mark, *keep)
+        copies = UnderWay(self._pools.afterwards, stream, *keep)  # first: whatever is raised, they are kept
+        self._kv.copies.scatter(
+            pages,
+            addresses,
+            slot_bytes=self._ns.block_bytes,
+            layers=self._out.layers,
+            stream=stream,
+            multiprocessors=busy,
+        )
+        copies.mark = self._marks.after(stream)
+        copies.leave()
         self._at = at + len(addresses)
         self._until = min(time.monotonic() + self._transport.timeout_s, self._end)
 
     def _from_device(self, at: int, end: int) -> bool:
         """Whether some came."""
         keys = self._keys[self._start + at : self._start + end][:KEYS_MAX]
+        hold: DeviceHold | None = None
         try:
             pool = self._pools.pool(self._device.uuid, self._until)
             for share in SHARES:
@@ -133,6 +135,7 @@ class PagedGet:
                 return False
             addresses = pool.addresses(slots, self._ns.block_bytes, self._until)
         except KVStoreError as e:
+            hold = None  # it ends here, whoever keeps the error and with it this frame
             log.debug("blocks are read from shared memory, not from device %s: %s", self._device.uuid, e)
             return False
         self._scatter(at, addresses, None, hold)
@@ -199,8 +202,9 @@ class PagedGet:
 
     def _scatter_half(self, staging: Staging, half: Half, at: int, blocks: int) -> None:
         size, stream = self._ns.block_bytes, self._out.stream
+        half.mark = Mark(stream)
         try:
-            staging.in_time("copying from a buffer", half.to_device, blocks * size, stream, self._until)
+            staging.to_device(half, blocks * size, stream, self._until)
             self._scatter(at, [half.address + i * size for i in range(blocks)], BUS_MULTIPROCESSORS)
             half.mark = self._marks.after(stream)
         except BaseException:

@@ -28,6 +28,7 @@ from kvstore_client.slab_locks import SlabUse
 from kvstore_client.staging import Half, Staging
 from kvstore_client.tickets import DURABLE_BYTES_PER_S
 from kvstore_client.transport import Identity
+from kvstore_client.under_way import UnderWay
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1 import shm
 from kvstored.v1.errors import (
@@ -120,30 +121,12 @@ class PagedPut:
                 absent.append(i)
         return absent if index.current() else self._absent(session)
 
-    def _gather(self, places: list[int], addresses: list[int], busy: int | None, *keep: object) -> Mark:
-        """Enqueues the copies; the mark behind them. Whatever it raises, `keep` lives as long as they run."""
-        stream = self._blocks.stream
+    def _gather(self, places: list[int], addresses: list[int], busy: int | None) -> None:
+        """Enqueues the copies. What must outlive them has a mark of the stream before, since anything may be raised."""
         pages = self._blocks.pages[[i - self._start for i in places]]
-        try:
-            self._kv.copies.gather(
-                pages, addresses, slot_bytes=self._ns.block_bytes, stream=stream, multiprocessors=busy
-            )
-            return self._marks.after(stream)
-        except BaseException:
-            self._pools.afterwards.keep(Mark(stream), *keep)
-            raise
-
-    def _ended(self, mark: Mark, *keep: object) -> bool:
-        """Whether the copies have ended in time; else `keep` lives as long as they run."""
-        try:
-            if wait_for(mark, self._until):
-                return True
-        except BaseException:
-            self._pools.afterwards.keep(mark, *keep)
-            raise
-        self._pools.afterwards.keep(mark, *keep)
-        self._error = DeadlineExceeded(LATE)
-        return False
+        self._kv.copies.gather(
+            pages, addresses, slot_bytes=self._ns.block_bytes, stream=self._blocks.stream, multiprocessors=busy
+        )
 
     # -- the device's memory
 
@@ -151,18 +134,23 @@ class PagedPut:
         """What found no room there, or is no better off there."""
         pool = self._pools.usable(self._device.uuid, self._until)
         while todo and pool is not None:
+            hold: DeviceHold | None = None
             try:
                 hold = pool.reserve(self._ns, min(len(todo), COMMIT_BLOCKS), self._until)
                 part, rest = todo[: len(hold.slots)], todo[len(hold.slots) :]
                 addresses = pool.addresses(hold.slots, self._ns.block_bytes, self._until)
             except KVStoreError as e:
+                hold = None  # it ends here, whoever keeps the error and with it this frame
                 log.debug("blocks go to shared memory, not to device %s: %s", self._device.uuid, e)
                 break
-            mark = self._gather(part, addresses, None, hold)
+            hold.release_after(Mark(self._blocks.stream))  # first: whatever is raised from here on, it ends behind them
+            self._gather(part, addresses, None)
+            mark = self._marks.after(self._blocks.stream)
             hold.release_after(mark)
             try:
                 commit = self._commit(pool, part, hold, mark)
             except KVStoreError as e:
+                hold = None
                 log.debug("blocks go to shared memory, not to device %s: %s", self._device.uuid, e)
                 break
             if commit is None:
@@ -207,7 +195,7 @@ class PagedPut:
     def _to_slab(self, session: Session, todo: list[int]) -> list[int]:
         """What cannot be written there straight."""
         locks = self._pools.locks(self._device)
-        if session.hello.read_only or not locks.any:
+        if session.hello.read_only or not locks.any or not self._pools.watches(self._device.uuid, session):
             return todo
         opened = self._transport.opened(session, self._ns)
         while todo:
@@ -255,10 +243,14 @@ class PagedPut:
     ) -> bool:
         """Fills slots of shared memory and commits them; whether to go on."""
         addresses = [session.mappings[slot >> 32].address + (slot & 0xFFFFFFFF) * opened.slot_bytes for slot in slots]
-        mark = self._gather(part, addresses, BUS_MULTIPROCESSORS, *keep)
-        if not self._ended(mark, *keep):
+        copies = UnderWay(self._pools.afterwards, self._blocks.stream, *keep)
+        self._gather(part, addresses, BUS_MULTIPROCESSORS)
+        copies.mark = self._marks.after(self._blocks.stream)
+        if not wait_for(copies.mark, self._until):
+            copies.leave()
+            self._error = DeadlineExceeded(LATE)
             return False
-        mark.over()
+        copies.over()
         want = min(opened.grant_max, len(part))
         request = commit_request(opened.namespace_id, self._keys, part, slots, self._hint, False, want)
         try:
@@ -290,9 +282,10 @@ class PagedPut:
         """Enqueues copies to a half of the buffer."""
         size, stream = self._ns.block_bytes, self._blocks.stream
         addresses = [half.address + i * size for i in range(len(part))]
+        half.mark = Mark(stream)
         try:
-            half.mark = self._gather(part, addresses, BUS_MULTIPROCESSORS)
-            staging.in_time("copying to a buffer", half.to_host, len(part) * size, stream, self._until)
+            self._gather(part, addresses, BUS_MULTIPROCESSORS)
+            staging.to_host(half, len(part) * size, stream, self._until)
             half.mark = self._marks.after(stream)
         except BaseException:
             staging.give_up()

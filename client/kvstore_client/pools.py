@@ -5,12 +5,14 @@
 
 Rules
   - A segment is opened at first use and closed when the daemon wants it back, when the daemon is gone, or at close,
-    and never while a slot in it is used. Closing may block for long, and nobody waits for it.
+    and never while a slot in it is used, or a kernel is queued that uses one. Closing may block for long, and nobody
+    waits for it.
   - Whatever goes wrong with a device costs the call its blocks there, no more: callers go on with shared memory.
   - While the daemon is away nobody waits to connect to it here: the session for shared memory has to be back first.
 """
 
 import logging
+import os
 import threading
 import time
 import weakref
@@ -59,6 +61,7 @@ class Pools:
     """Of one client. Thread-safe."""
 
     def __init__(self, keeper: Keeper) -> None:
+        self._pid = os.getpid()
         self._arguments = keeper.arguments
         self._timeout_s = keeper.arguments[3]
         self._keeper = weakref.ref(keeper)
@@ -113,6 +116,18 @@ class Pools:
             return False
         return any(not one.trouble and one.uuid not in self._refused for one in session.devices.values())
 
+    def watches(self, uuid: str, session: Session) -> bool:
+        """Whether the daemon of a session has this device in use.
+
+        Only then it keeps memory that was granted to this process, should that end, until none of its kernels
+        runs there: else no kernel may write to shared memory.
+        """
+        own = self._session
+        if own is None or own.dead or own.hello.epoch != session.hello.epoch:
+            return False
+        device = own.devices.get(uuid)
+        return device is not None and not device.trouble
+
     def refuse(self, uuid: str, error: DeviceError) -> None:
         """Nothing of that device can be opened by this process."""
         why = str(devices.explained(error))
@@ -139,7 +154,7 @@ class Pools:
         if found is None or found[0] is not device:
             with self._making:
                 isolated = devices.isolated()
-                found = (device, Marks(device), SlabLocks(device, isolated), Staging(device, isolated))
+                found = (device, Marks(device), SlabLocks(device, isolated), Staging(device, isolated, self.afterwards))
                 found = self._of_device.setdefault(device.uuid, found)
             self._follow()
         return found
@@ -265,7 +280,7 @@ class Pools:
         for held in list(self._left):
             held.left_alone()
             self._close_unused(held, None)
-            if not any(held.opened.values()) and not held.opening:
+            if held.unused:
                 self._left.remove(held)
         self._follow()
 
@@ -293,7 +308,7 @@ class Pools:
         except KVStoreError as e:
             log.debug("no session for devices: %s", e)
             self._failed(e, main)
-            if self._closed and session.holdings.nothing and isinstance(e.__cause__, NOBODY):
+            if self._closed and session.holdings.unused and isinstance(e.__cause__, NOBODY):
                 self._session = None  # with that daemon its memory is gone
             return None
         finally:
@@ -337,7 +352,7 @@ class Pools:
 
     def close(self) -> None:
         """Waits for copies under way, no longer than a call may take, and gives all back; the rest goes on behind."""
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:  # a forked child has neither the threads nor a part in it
             return
         until = time.monotonic() + self._timeout_s
         self.afterwards.wait_empty(self._timeout_s)

@@ -6,6 +6,8 @@ where not even that is to be had, kernels use memory of the device, which the dr
 """
 
 import ctypes
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,12 +15,12 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from kvstore_client.afterwards import wait_for
+from kvstore_client.afterwards import Afterwards, wait_for
 from kvstore_client.buffers import Bytes
 from kvstore_client.marks import Mark
 from kvstored.v1.errors import DeadlineExceeded
 from kvstored_cuda.devices.device import Allocation, Device, Direction, Stream
-from kvstored_cuda.devices.errors import DeviceError, PageLockRefused
+from kvstored_cuda.devices.errors import PageLockRefused, TooManyCalls
 from kvstored_cuda.devices.isolated import Isolated
 
 HALF_BYTES = 32 << 20
@@ -26,7 +28,22 @@ HALF_BYTES = 32 << 20
 
 ALLOCATE_S = 10.0
 
-CopyCall = Callable[[int, Stream], None]
+
+class _Returned(Mark):
+    """The end of what a call enqueues that may still be under way when nobody waits for it any more."""
+
+    __slots__ = ("_returned",)
+
+    def __init__(self, stream: Stream) -> None:
+        super().__init__(stream)
+        self._returned = threading.Event()
+
+    def returned(self) -> None:
+        """It has enqueued what it will."""
+        self._returned.set()
+
+    def query(self) -> bool:
+        return self._returned.is_set() and super().query()
 
 
 class Half:
@@ -35,6 +52,7 @@ class Half:
     def __init__(self, device: Device, size_bytes: int) -> None:
         self._device = device
         self.mark: Mark | None = None
+        """Behind all that uses it: set before anything does, so that no exception finds it without."""
         self._allocation: Allocation | None = None
         self._page_locked = 0
         try:
@@ -46,15 +64,18 @@ class Half:
             self.address = self._allocation.address
             self.host = np.empty(size_bytes, np.uint8)
 
+    @property
+    def page_locked(self) -> bool:
+        """Whether kernels and the processor use the same memory."""
+        return self._allocation is None
+
     def to_host(self, size_bytes: int, stream: Stream) -> None:
-        """Enqueues that the host sees what kernels have written; waits for it where memory is not page-locked."""
-        if self._allocation is not None:
-            self._device.copy(self.host.ctypes.data, self.address, size_bytes, Direction.DEVICE_TO_HOST, stream)
+        """Enqueues that the host sees what kernels have written, where that is other memory; may wait for it."""
+        self._device.copy(self.host.ctypes.data, self.address, size_bytes, Direction.DEVICE_TO_HOST, stream)
 
     def to_device(self, size_bytes: int, stream: Stream) -> None:
-        """Enqueues that kernels see what the host has written."""
-        if self._allocation is not None:
-            self._device.copy(self.address, self.host.ctypes.data, size_bytes, Direction.HOST_TO_DEVICE, stream)
+        """Enqueues that kernels see what the host has written, where that is other memory."""
+        self._device.copy(self.address, self.host.ctypes.data, size_bytes, Direction.HOST_TO_DEVICE, stream)
 
     def free(self) -> None:
         """Once no copy uses it."""
@@ -67,13 +88,15 @@ class Half:
 class Staging:
     """Of one client and device."""
 
-    def __init__(self, device: Device, isolated: Isolated) -> None:
+    def __init__(self, device: Device, isolated: Isolated, afterwards: Afterwards) -> None:
         self._device = device
         self._isolated = isolated
+        self._afterwards = afterwards
         self._turn = threading.Lock()
         self._halves: list[Half] = []
         self._half_bytes = 0
         self._next = 0
+        self._closed = False
         self.used = 0
         """Blocks that went through it."""
 
@@ -88,14 +111,14 @@ class Staging:
             yield self._half_bytes // block_bytes
         finally:
             self._turn.release()
+            if self._closed:
+                self.close()
 
     def _grow(self, half_bytes: int, until: float) -> None:
         for half in self._halves:
             if half.mark is not None and not wait_for(half.mark, until):
                 raise DeadlineExceeded("copies through the staging buffer did not end in time")
-        old, self._halves, self._half_bytes = self._halves, [], 0
-        for half in old:
-            self._free(half)
+        self.give_up()
 
         def make() -> list[Half]:
             return [Half(self._device, half_bytes), Half(self._device, half_bytes)]
@@ -120,44 +143,72 @@ class Staging:
         self._next = 1 - self._next
         return half
 
-    def in_time(self, what: str, copy: CopyCall, size_bytes: int, stream: Stream, until: float) -> None:
-        """`half.to_host` or `half.to_device`, with a deadline. Where it passes, the buffer is given up."""
+    def to_host(self, half: Half, size_bytes: int, stream: Stream, until: float) -> None:
+        """As the half's, in time. Raises DeviceTimeout, TooManyCalls, or what the device says."""
+        if not half.page_locked:
+            self._in_time("copying to a buffer", half, half.to_host, size_bytes, stream, until)
+
+    def to_device(self, half: Half, size_bytes: int, stream: Stream, until: float) -> None:
+        """As the half's, in time. Raises the same."""
+        if not half.page_locked:
+            self._in_time("copying from a buffer", half, half.to_device, size_bytes, stream, until)
+
+    def _in_time(
+        self,
+        what: str,
+        half: Half,
+        copy: Callable[[int, Stream], None],
+        size_bytes: int,
+        stream: Stream,
+        until: float,
+    ) -> None:
+        half.mark = mark = _Returned(stream)
+
+        def work() -> None:
+            try:
+                copy(size_bytes, stream)
+            finally:
+                mark.returned()
+
+        timeout_s = max(until - time.monotonic(), 1e-3)
         try:
-            self._isolated.run(
-                what,
-                lambda: copy(size_bytes, stream),
-                timeout_s=max(until - time.monotonic(), 1e-3),
-                owner=self._device.uuid,
-            )
-        except DeviceError:
-            self.give_up()
+            self._isolated.run(what, work, timeout_s=timeout_s, owner=self._device.uuid)
+        except TooManyCalls:
+            mark.returned()  # it was not begun
             raise
 
     def give_up(self) -> None:
-        """What is under way in it may never be told the end of: the memory is left as it is."""
-        _left.extend(self._halves)
-        self._halves, self._half_bytes, self._next = [], 0, 0
-
-    def _free(self, half: Half) -> None:
-        self._isolated.dispose("freeing a staging buffer", half.free, owner=self._device.uuid)
+        """Frees the buffer, each half once nothing uses it any more; the next turn makes another."""
+        halves, self._halves, self._half_bytes, self._next = self._halves, [], 0, 0
+        for half in halves:
+            freeing = _Freeing(self._isolated, self._device.uuid, half)
+            if half.mark is not None:
+                self._afterwards.keep(half.mark, freeing)
+            del freeing  # nothing else refers to it, so it is freed now where nothing uses it
 
     def close(self) -> None:
-        """Once no copy uses it."""
-        halves, self._halves, self._half_bytes = self._halves, [], 0
-        for half in halves:
-            if half.mark is None or half.mark.query():
-                if half.mark is not None:
-                    half.mark.over()
-                self._free(half)
-            else:
-                _left.append(half)
+        """Gives the buffer up, or has whoever has the turn do it then. Never raises."""
+        self._closed = True
+        if self._turn.acquire(blocking=False):
+            try:
+                self.give_up()
+            finally:
+                self._turn.release()
+
+
+class _Freeing:
+    """Frees a half when the last reference to it goes, as a rule that of `Afterwards`."""
+
+    def __init__(self, isolated: Isolated, owner: str, half: Half) -> None:
+        self._isolated, self._owner, self._half = isolated, owner, half
+        self._process = os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() == self._process and not sys.is_finalizing():  # a child has no part in it; at the end all goes
+            self._isolated.dispose("freeing a staging buffer", self._half.free, owner=self._owner)
 
 
 def free_all(halves: list[Half]) -> None:
     """Of a buffer that was made too late."""
     for half in halves:
         half.free()
-
-
-_left: list[Half] = []
-"""Memory that copies may still touch, for as long as the process lives."""

@@ -6,10 +6,12 @@ visible, as in memory, and a client that wants to go on meanwhile does so withou
 
 Rules
   - From its Commit on a slot is the daemon's to give back, whatever the answer: a client neither
-    aborts nor commits it again, but for what is answered EXISTS or REJECTED, which it keeps.
+    aborts nor commits it again, but for what is answered EXISTS or REJECTED, which it keeps, and
+    what is in the next rule.
   - A slot whose event has not come may still be written to. It is free again when the event has
     come after all, or when the process is gone and the device says that nothing of it runs any
-    more (`AwaitQuiet`); by no clock, and not by an event that failed.
+    more (`AwaitQuiet`); by no clock, and not by an event that failed. Where that failed, its client
+    alone knows by a mark of its own that the copies have ended, and may abort it then.
   - What an event says counts only while its session lives: CUDA does not define what one of a
     dead process says.
   - A removal wins over a commit that waits: the block is as if it had been stored and removed.
@@ -77,7 +79,7 @@ class PendingCommits:
         self._refs: set[int] = set()
         """Slots of `watched`."""
         self.spoiled: dict[int, set[int]] = {}
-        """Session -> its slots that only its end frees: their event failed."""
+        """Session -> its slots that only its Abort or its end frees: their event failed."""
         self.orphaned: dict[int, set[int]] = {}
         """Session that has ended -> its slots whose event had not come."""
         self._given_up: set[int] = set()
@@ -142,12 +144,31 @@ class PendingCommits:
 
     def check_own(self, session: Session, refs: Sequence[int]) -> None:
         """Raises FailedPrecondition for slots that a Commit has taken from this session."""
+        self._check_not_waiting(refs)
         spoiled = self.spoiled.get(session.id, set())
+        for ref in refs:
+            if ref in spoiled:
+                raise FailedPrecondition(
+                    f"slot {ref:#x} is in a commit whose event failed: Abort it once its copies have ended"
+                )
+
+    def _check_not_waiting(self, refs: Sequence[int]) -> None:
         for ref in refs:
             if ref in self._refs:
                 raise FailedPrecondition(f"slot {ref:#x} is in a commit whose event has not come")
-            if ref in spoiled:
-                raise FailedPrecondition(f"slot {ref:#x} is in a commit whose event failed: it ends with its session")
+
+    def abort(self, session: Session, refs: Sequence[int]) -> None:
+        """Its client says that nothing writes to these any more, and they are free; also those whose event failed.
+
+        Raises FailedPrecondition for slots in a Commit whose event is watched still, and what `Store.abort` does.
+        """
+        self._check_not_waiting(refs)
+        self._link.store.abort(session, refs)
+        spoiled = self.spoiled.get(session.id)
+        if spoiled is not None:
+            spoiled.difference_update(refs)
+            if not spoiled:
+                del self.spoiled[session.id]
 
     def taken_from(self, session: Session) -> set[int]:
         """Slots granted to a session that are in a Commit of it, or in one whose event failed."""

@@ -5,7 +5,8 @@ while it drops a block (the callbacks of `DeviceSide`): holds on what goes are p
 and end with the next step (`settle`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from kvstore.core.block import NONE, SEALED
 from kvstore.core.carrier import Carrier
@@ -17,7 +18,7 @@ from kvstore.core.schedule import Kind, Scheduler
 from kvstore.core.store import Store
 from kvstore.core.tiered import DeviceSide, Joined
 from kvstore.core.tree import IndexPort
-from kvstored.v1.errors import KVStoreError
+from kvstored.v1.errors import InvalidArgument, KVStoreError, ResourceExhausted
 
 HELD_SHARE = 1 / 8
 """Of a tenant's memory in a tier: blocks that are held because they wait for their copy to be begun."""
@@ -165,6 +166,15 @@ class GpuLink:
         """Whether it would be gone with this device."""
         namespace = self.memory_namespace(block)
         return not (self.elsewhere(block) or self.joined.gpu_flag(namespace.tenant.id, block[1], besides=self.side))
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Refusals of the device's store say which memory is short."""
+        try:
+            yield
+        except (ResourceExhausted, InvalidArgument) as error:
+            why = f"device {self.uuid}: {error}".replace("host.size", "gpu.size")
+            raise type(error)(why) from None
 
     # -- holds on what goes
 

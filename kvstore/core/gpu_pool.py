@@ -14,8 +14,7 @@ Rules, beyond those of the shared memory (kvstore/README.md)
     once, slots of memory under copies are free with their report, and memory and SSD go on.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvstore.core import leaving
@@ -25,12 +24,13 @@ from kvstore.core.gpu_down import WANTED_PRIORITY, CopyDowns
 from kvstore.core.gpu_jobs import AwaitQuiet, CopyDown, CopyUp, GpuCounts, GpuJob
 from kvstore.core.gpu_link import GpuLink
 from kvstore.core.gpu_losing import GpuLosing
+from kvstore.core.gpu_strays import Strays
 from kvstore.core.gpu_tickets import GpuTicket, GpuTickets
 from kvstore.core.holds import Namespace, Session, Tenant
 from kvstore.core.link import Block
 from kvstore.core.schedule import Kind, Turn
 from kvstore.core.segments import DropSegment
-from kvstored.v1.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
+from kvstored.v1.errors import FailedPrecondition, Unavailable
 
 RETRY_S = 5.0
 """Between a segment that could not be made and the next attempt; and between two questions whether a device is quiet
@@ -65,6 +65,7 @@ class GpuPool:
         self.on_quiet: Callable[[int], None] = lambda client: None
         """Told when nothing of a client (the number of its session in memory's store) can touch the device any more,
         after its process has gone."""
+        self.strays = Strays(link)
         self.losing = GpuLosing(link, self.downs, self.tickets, self.commits)
         link.side.left_device, link.side.left_host = self._left_device, self._left_host
 
@@ -130,12 +131,13 @@ class GpuPool:
     def end_session(self, client: Session, *, process_gone: bool, writes: bool = False) -> None:
         """As `Store.end_session`, which is called for memory's, and as often.
 
-        `writes`: kernels of its process may write straight to memory, so its end on the device is of interest even
-        where it has nothing here.
+        `writes`: kernels of its process may write straight to memory; its end is of interest though nothing is here.
         """
-        session = self._of.get(client.id)
-        if session is None or self.link.trouble:
-            return  # of a device that is lost all sessions end
+        session, process = self._of.get(client.id), (client.pid, client.born)
+        if session is None or self.link.trouble:  # of a device that is lost all sessions end
+            if process_gone:
+                self.strays.gone(*process)
+            return
         if not session.ended:
             self.store.end_session(session, process_gone=False)
             self.commits.session_ended(session)
@@ -143,6 +145,7 @@ class GpuPool:
             if writes or session.granted or session.leased or self._maps(session):
                 self._ask_again[client.id] = 0.0
             else:
+                self.strays.gone(*process)
                 self._forget(client.id)
 
     def resume(self, old: Session, heir: Session, leased: Sequence[int], granted: Sequence[int]) -> None:
@@ -207,7 +210,9 @@ class GpuPool:
 
     def knows(self, pid: int, born: int) -> bool:
         """Whether a process may have work on the device: a session of its own has not ended, or it is not quiet yet."""
-        return any(session.pid == pid and session.born == born for session in self._of.values())
+        return (pid, born) in self.strays.known or any(
+            session.pid == pid and session.born == born for session in self._of.values()
+        )
 
     def _maps(self, session: Session) -> bool:
         table = self.store.segments
@@ -224,10 +229,12 @@ class GpuPool:
         """The report of an AwaitQuiet: nothing of that process runs on the device, or it could not be found out."""
         client = self._asking.pop(number, None)
         if client is None:
-            return  # the device was lost meanwhile
-        if error:
+            if self.strays.answered(number, error, now + RETRY_S) and not error:
+                self.on_quiet(0)  # of no session
+        elif error:
             self._ask_again[client] = now + RETRY_S
         else:
+            self.strays.quiet(self._of[client].pid, self._of[client].born)
             self._forget(client)
 
     # -- writing and reading, as with memory's store; namespaces and clients are memory's
@@ -235,17 +242,8 @@ class GpuPool:
     def reserve(self, client: Session, namespace: Namespace, count: int, now: float) -> list[int]:
         """Slots of the device to write to; at least one, or ResourceExhausted says why not."""
         session = self.session_of(client)
-        with self._named():
+        with self.link.named():
             return self.store.reserve(session, self.link.device_namespace(namespace), count, now)
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Refusals of the device's store say which memory is short."""
-        try:
-            yield
-        except (ResourceExhausted, InvalidArgument) as error:
-            why = f"device {self.uuid}: {error}".replace("host.size", "gpu.size")
-            raise type(error)(why) from None
 
     @property
     def room_is_coming(self) -> bool:
@@ -279,10 +277,11 @@ class GpuPool:
         )
 
     def abort(self, client: Session, refs: Sequence[int]) -> None:
-        """Gives granted slots back; nothing writes to them any more, also no kernel."""
-        session = self.session_of(client)
-        self.commits.check_own(session, refs)
-        self.store.abort(session, refs)
+        """Gives granted slots back; nothing writes to them any more, also no kernel.
+
+        Those whose event failed are among them: that its copies have ended is what their client says.
+        """
+        self.commits.abort(self.session_of(client), refs)
 
     def acquire(self, client: Session, namespace: Namespace, keys: Sequence[bytes], now: float) -> list[int]:
         """Holds the leading run that the device has; all of it, or ResourceExhausted and nothing."""
@@ -397,6 +396,7 @@ class GpuPool:
         self.tickets.feed()
         if self.link.trouble:
             return []
+        self.strays.ask(now)
         for client, at in list(self._ask_again.items()):
             if now >= at:
                 del self._ask_again[client]
@@ -458,14 +458,16 @@ class GpuPool:
     def lose(self, why: str) -> list[int]:
         """The device is gone: everybody who waits is answered; sessions of memory's store that are to be told.
 
-        Nothing of these can touch the device any more: `on_quiet` is not called for them, also not for those whose
-        process went before; this answer is in its place. `tick` then drops its blocks in steps, until `losing.over`.
+        `on_quiet` is not called for them; but their kernels may run on where the device hung for this daemon alone, so
+        their processes are `strays` until it is back and quiet. `tick` drops its blocks in steps, until `losing.over`.
         """
         if self.link.trouble:
             return []
         told = list(self._of)
         self.link.settle()
         self.losing.begin(why, list(self._of.values()))
+        asked = {*self._ask_again, *self._asking.values()}
+        self.strays.lost((session, client in asked) for client, session in self._of.items())
         self._of.clear()
         self._asking.clear()
         self._ask_again.clear()

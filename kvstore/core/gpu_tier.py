@@ -4,7 +4,7 @@ With memory's store and `Movement` a call goes to every tier within one step of 
 to the devices first, then to the SSD, then to memory, whose counts are those of the node.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvstore.core.block import NONE, PINNED
 from kvstore.core.gpu_jobs import GpuCounts
@@ -33,6 +33,8 @@ class GpuTier:
         self._joined = joined
         self._pid = pid
         self.pools: dict[str, GpuPool] = {}
+        self.added: Callable[[GpuPool], None] = lambda pool: None
+        """Told of each pool that comes: a driver may take long to open its devices."""
 
     def add(
         self,
@@ -58,6 +60,7 @@ class GpuTier:
             policy=policy,
         )
         made = self.pools[uuid] = GpuPool(link, write_back)
+        self.added(made)
         return made
 
     def pool(self, uuid: str) -> GpuPool:

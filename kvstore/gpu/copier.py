@@ -23,11 +23,14 @@ from kvstore.gpu.device_memory import SegmentMemory
 from kvstore.gpu.pagelocks import SlabLocks, address_of
 from kvstore.gpu.slabs import SlabBytes
 from kvstore.gpu.tasks import Tasks
+from kvstore.logs import logger
 from kvstored_cuda.devices import Device, Direction, Event, Stream
 from kvstored_cuda.devices.errors import DeviceError, DeviceLost, DeviceTimeout, PageLockRefused
 from kvstored_cuda.devices.host_stream import HostStream
 from kvstored_cuda.devices.isolated import Isolated
 from kvstored_cuda.devices.staging import StagingBuffer
+
+log = logger("kvstored.gpu")
 
 BATCH_COPIES = 64
 """Copies in one batch."""
@@ -124,11 +127,11 @@ class Copier:
             jobs = [self._waiting.popleft() for _ in range(min(len(self._waiting), BATCH_COPIES))]
             self._left.update((job.number, job) for job in jobs)
             self._locks.enter()
-            placed = [self._placed(job) for job in jobs]
+            placed, errors = self._all_placed(jobs)
             try:
                 errors = await self._isolated.call(
                     f"copies of {self._device.uuid}",
-                    partial(self._run, placed),
+                    partial(self._run, placed, errors),
                     timeout_s=BATCH_S,
                     owner=self._device.uuid,
                     late=partial(self._late, jobs),
@@ -154,6 +157,17 @@ class Copier:
             self._lost(lost)
         self._ended()
 
+    def _all_placed(self, jobs: Sequence[Copy]) -> tuple[list[_Placed], dict[int, str]]:
+        """Those that have a place, and why the others have none: that is reported with the batch."""
+        placed, errors = list[_Placed](), dict[int, str]()
+        for job in jobs:
+            try:
+                placed.append(self._placed(job))
+            except Exception as e:
+                log.exception("a copy has no place", device=self._device.uuid, number=job.number)
+                errors[job.number] = f"{type(e).__name__}: {e}"
+        return placed, errors
+
     def _placed(self, job: Copy) -> _Placed:
         up = isinstance(job, CopyUp)
         in_slab, on_device = (job.source, job.target) if up else (job.target, job.source)
@@ -164,9 +178,9 @@ class Copier:
 
     # -- in a thread
 
-    def _run(self, copies: Sequence[_Placed]) -> dict[int, str]:
-        """Number -> why it failed, for those that did; at _LOST why the device is lost. When all have ended."""
-        errors: dict[int, str] = {}
+    def _run(self, copies: Sequence[_Placed], errors: dict[int, str]) -> dict[int, str]:
+        """Number -> why it failed, added to those that did before; at _LOST why the device is lost. When all have
+        ended."""
         stream = self._stream
         try:
             if stream is None:

@@ -162,7 +162,7 @@ class Node:
 
     def degraded(self) -> list[str]:
         """What is out of use, or not as it should be, while all that is asked of the daemon works."""
-        parts = (self.ssd, self.persist, self.gpu)
+        parts = (self.ssd, self.persist, self.gpu, self.device_clients)
         return [why for part in parts if part is not None for why in part.degraded()]
 
 

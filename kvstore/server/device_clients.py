@@ -3,8 +3,12 @@
 A client's copies go straight to memory, too: a kernel of its, or the copy engine of a device,
 writes to slots of the slab that are page-locked. The exit of its process is seen before the last
 of these has ended. So what a process was granted of memory stays in quarantine until every device
-that it has used says that nothing of it runs there any more. A process may have a session for
+that it may have used says that nothing of it runs there any more. A process may have a session for
 memory and another one for devices: they are told to be one's by its number and its start.
+
+A process may have used a device once it was told of it (`Devices`), also where it holds nothing
+there, where the device was lost meanwhile, and where it was the daemon before this one that told
+it (`adopted`): then any of them. What nobody can tell is kept, and `degraded` says so.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,10 +40,34 @@ class DeviceClients:
         """Session -> its process, as the handles that it exports name it."""
         self._until_quiet: dict[int, Session] = {}
         """Sessions whose process is gone, and that were granted memory which a device may still be writing to."""
+        self._adopted: set[tuple[int, int]] = set()
+        """Processes of sessions of the daemon before this one: nobody knows here which devices they have used."""
 
     def pools(self) -> list["GpuPool"]:
         """Of the devices that there are."""
         return [] if self._node.gpu is None else list(self._node.gpu.tier.pools.values())
+
+    def told(self, session: Session) -> None:
+        """Its process learns which devices there are: it may use those that are in use from now on."""
+        for pool in self.pools():
+            if session.local and not session.read_only and not pool.trouble:
+                pool.strays.add(session.pid, session.born)
+
+    def adopted(self, session: Session) -> None:
+        """A session of the daemon before this one, which has ended; its process may have, too."""
+        if self._node.gpu is not None:
+            self._adopted.add((session.pid, session.born))
+            self._node.gpu.tier.added = self._came
+            for pool in self.pools():
+                pool.strays.add(session.pid, session.born)
+
+    def _came(self, pool: "GpuPool") -> None:
+        """A device was opened after sessions were adopted."""
+        pool.on_quiet = self.quiet
+        for pid, born in self._adopted:
+            pool.strays.add(pid, born)
+        for session in self._until_quiet.values():
+            pool.strays.gone(session.pid, session.born)
 
     # -- what a client has
 
@@ -95,9 +123,12 @@ class DeviceClients:
     def end_session(self, session: Session, *, process_gone: bool) -> None:
         """As `Store.end_session`, of all tiers."""
         node, pools = self._node, self.pools()
-        writes = process_gone and bool(pools) and any(map(self._granted_to, self._of_process(session)))
+        of_process = list(self._of_process(session)) if process_gone and pools else []
+        writes = any(map(self._granted_to, of_process))
         for pool in pools:
             pool.on_quiet = self.quiet
+            if len(of_process) == 1 and not writes:  # the last one: whatever its process does, it has no memory
+                pool.strays.quiet(session.pid, session.born)
             pool.end_session(session, process_gone=process_gone, writes=writes)
         if process_gone:
             self._lives.pop(session.id, None)
@@ -118,7 +149,20 @@ class DeviceClients:
         return session.local and bool(session.granted)
 
     def _may_run(self, session: Session) -> bool:
-        return any(pool.knows(session.pid, session.born) for pool in self.pools())
+        if any(pool.knows(session.pid, session.born) for pool in self.pools()):
+            return True
+        return not self.pools() and (session.pid, session.born) in self._adopted  # and nobody is there to say it
+
+    def degraded(self) -> list[str]:
+        """What is kept because a device does not say that it may be used again."""
+        away = [f"device {pool.uuid} is out of use" for pool in self.pools() if pool.trouble]
+        if not self._until_quiet or (self.pools() and not away):
+            return []
+        why = ", ".join(away) or "there is no device"
+        return [
+            f"memory granted to dead processes ({len(self._until_quiet)} sessions) is kept until it is told that "
+            f"nothing of them runs on a device: {why}"
+        ]
 
     def quiet(self, number: int) -> None:
         """Nothing of the process of that session can touch one of the devices any more; who waits for that looks again.
@@ -128,6 +172,7 @@ class DeviceClients:
         ended = [session for session in self._until_quiet.values() if not self._may_run(session)]
         for session in ended:
             del self._until_quiet[session.id]
+            self._adopted.discard((session.pid, session.born))
             self._node.store.end_session(session, process_gone=True)
         if ended:
             log.debug("a device is quiet", session=number, ended=len(ended))

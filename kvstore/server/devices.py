@@ -34,9 +34,10 @@ Segments = tuple[pb.DeviceSegmentsReply, list[int]]
 Answer = pb.DeviceReply | Coroutine[Any, Any, pb.DeviceReply]
 
 
-def devices(node: Node) -> pb.DevicesReply:
-    """What there is; nothing where gpu.size is not set."""
+def devices(node: Node, session: Session) -> pb.DevicesReply:
+    """What there is; nothing where gpu.size is not set. Whoever asks as a session may use it from then on."""
     gpu = node.gpu
+    node.device_clients.told(session)
     found = [] if gpu is None else gpu.devices()
     return pb.DevicesReply(devices=found, exporter=gpu.exporter if gpu is not None and found else b"")
 

@@ -104,8 +104,7 @@ def _release(node: Node, caller: Caller, request: pb.ReleaseRequest) -> pb.Relea
 
 
 def _devices(node: Node, caller: Caller, _: pb.DevicesRequest) -> pb.DevicesReply:
-    caller.bound("Devices")
-    return devices.devices(node)
+    return devices.devices(node, caller.bound("Devices"))
 
 
 def _device(node: Node, caller: Caller, request: pb.DeviceRequest) -> devices.Answer:

@@ -36,7 +36,12 @@ class LeftSession:
         self.connection = NoConnection()
 
     def start(self) -> None:
-        """Waits for the end of its process."""
+        """Waits for the end of its process, if that has not ended already (`pidfd` is -1)."""
+        assert self.session is not None, "a session of before that is over already"
+        self.server.node.device_clients.adopted(self.session)
+        if self.peer.pidfd < 0:
+            self._exited()
+            return
         self.server.by_nonce.update(dict.fromkeys(self.names, self))
         watch(self.server.loop, self.peer.pidfd, self._exited)
 

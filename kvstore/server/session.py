@@ -421,8 +421,8 @@ class ClientSession:
         self.server.node.jobs_ready()
         return pb.SyncReply()
 
-    def devices(self, _: Session, __: pb.DevicesRequest) -> pb.DevicesReply:
-        return devices.devices(self.server.node)
+    def devices(self, session: Session, _: pb.DevicesRequest) -> pb.DevicesReply:
+        return devices.devices(self.server.node, session)
 
     def device(self, session: Session, request: pb.DeviceRequest) -> Any:
         answer, descriptors = devices.device(self.server.node, session, request)

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from kvstore.core.gpu_jobs import CopyDown, CopyUp, WatchEvent
+from kvstore.core.gpu_jobs import AwaitQuiet, CopyDown, CopyUp, WatchEvent
 from kvstore.core.segments import MakeSegment
 from kvstored.v1.errors import InvalidArgument, ResourceExhausted, Unavailable
 from kvstored.v1.shm import GPU, HOST, SSD
@@ -80,8 +80,40 @@ def test_a_device_that_comes_back_is_empty_and_works() -> None:
     device.run()
     assert all(node.tiers(key) == GPU | HOST for key in chain("a", 4))
     node.check()
+    assert not device.take(), "a process that lives is asked about"
     node.die(client)
-    assert not device.take(), "of a device that was lost nothing is asked for who had it before"
+    (job,) = device.take()
+    assert isinstance(job, AwaitQuiet), "what was begun before the loss may run still"
+    pid, born = client.session.pid, client.session.born
+    device.end(job, "it cannot be told")
+    assert device.pool.knows(pid, born)
+    assert not device.take()
+    node.tick(6.0)
+    device.run()
+    assert not device.pool.knows(pid, born)
+    assert not device.pool.strays.known - {(each.session.pid, each.session.born) for each in node.clients if each.alive}
+
+
+def test_who_was_being_asked_about_when_a_device_was_lost_is_asked_about_when_it_is_back() -> None:
+    node = GpuNode()
+    client, waiting, device = ready(node), node.client(), node.gpu
+    told: list[int] = []
+    device.pool.on_quiet = told.append
+    for each in (client, waiting):
+        node.reserve(each, 1)
+    node.die(client)
+    assert any(isinstance(job, AwaitQuiet) for job in device.take())
+    node.die(waiting)
+    device.lose()
+    assert device.pool.knows(client.session.pid, 0)
+    assert device.pool.knows(waiting.session.pid, 0)
+    assert not device.take(), "a lost device is asked"
+    device.come()
+    assert not told
+    device.run()
+    assert len(told) == 2
+    assert not device.pool.knows(client.session.pid, 0)
+    assert not device.pool.knows(waiting.session.pid, 0)
 
 
 def test_the_blocks_of_a_lost_device_go_in_bounded_steps() -> None:

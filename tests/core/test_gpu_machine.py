@@ -6,6 +6,7 @@ too little would come together; a failure shrinks to the steps that it takes.
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from random import Random
 
@@ -32,6 +33,7 @@ WEIGHTS = {
     "use_a_slot": 2,
     "event": 6,
     "misuse_a_slot": 2,
+    "abort_what_failed": 3,
     "failed_kernels_write_on": 1,
     "put_below": 4,
     "acquire": 1,
@@ -190,18 +192,28 @@ class Gpus(RuleBasedStateMachine):
 
     def misuse_a_slot(self, r: Random) -> None:
         """A client gives back what it has committed: it gets that through where nothing writes there any more."""
-        device, commits = self.device(r), self.node.commits[-8:]
-        of = {client.session.id: client for client in self.clients if not client.hung_up}
-        unfinished = self.unfinished(device)
-        for commit in commits:
-            for client in of.values():
-                if commit.session is device.pool.session_here(client.session):
-                    try:
-                        device.pool.abort(client.session, commit.refs)
-                    except (FailedPrecondition, InvalidArgument):
-                        continue
-                    assert not unfinished.intersection(commit.refs), "a slot that may be written to is free"
-                    self.granted = [each for each in self.granted if each[2] not in commit.refs]
+        device, living = self.device(r), [client for client in self.clients if not client.hung_up]
+        for commit, client in itertools.product(self.node.commits[-8:], living):
+            refs, session = commit.refs, device.pool.session_here(client.session)
+            if commit.session is session and not self.spoiled(device, client).intersection(refs):
+                with contextlib.suppress(FailedPrecondition, InvalidArgument):
+                    device.pool.abort(client.session, refs)
+                    assert not self.unfinished(device).intersection(refs), "a slot that may be written to is free"
+                    self.granted = [each for each in self.granted if each[2] not in refs]
+
+    def spoiled(self, device: Device, client: Client) -> set[int]:
+        session = device.pool.session_here(client.session)
+        return device.pool.commits.spoiled.get(session.id, set()) if session is not None else set()
+
+    def abort_what_failed(self, r: Random) -> None:
+        """A client whose copies have ended, which no event has told the daemon, gives their slots back."""
+        device, client = self.device(r), self.client(r)
+        spoiled = self.spoiled(device, client) if client is not None else set()
+        if client is not None and spoiled:
+            ref = r.choice(sorted(spoiled))
+            for event in [event for event in device.events if ref in event.writes]:
+                device.complete(event)
+            device.pool.abort(client.session, [ref])
 
     def failed_kernels_write_on(self, r: Random) -> None:
         device = self.device(r)
@@ -288,11 +300,10 @@ class Gpus(RuleBasedStateMachine):
                     mine += [(client, device, ref, space) for ref in commit.refs if ref in session.granted]
             mine = [each for each in mine if session is not None and each[2] in session.granted]
             mine = list({each[2]: each for each in mine}.values())
-            spoiled = device.pool.commits.spoiled.get(session.id, set()) if session is not None else set()
             if session is not None:
                 uses[device.pool.uuid] = (leased, [each[2] for each in mine])
             self.granted = [each for each in self.granted if each[:2] != (client, device)]
-            self.granted += [each for each in mine if each[2] not in spoiled]
+            self.granted += [each for each in mine if each[2] not in self.spoiled(device, client)]
         self.node.attach(client, uses)
 
     def prefetch(self, r: Random) -> None:

@@ -136,8 +136,8 @@ def test_a_block_whose_event_failed_is_never_visible_and_its_slot_stays_until_no
     node.gpu.run()
     commit = node.commits[0]
     assert (commit.state, commit.why) == ("failed", "its event failed: it failed")
-    with pytest.raises(FailedPrecondition, match="ends with its session"):
-        node.gpu.pool.abort(client.session, refs)
+    with pytest.raises(FailedPrecondition, match="event failed: Abort it once"):
+        node.put_on([key_of("b")], client, refs=refs)
     segment, _ = node.gpu.pool.store.segments.at(refs[0])
     assert segment.held == 1
     node.die(client)
@@ -146,6 +146,26 @@ def test_a_block_whose_event_failed_is_never_visible_and_its_slot_stays_until_no
     assert segment.held == 0
     assert node.gpu.pool.counts.events_failed == 1
     node.check()
+
+
+def test_events_that_fail_again_and_again_cost_a_client_that_aborts_their_slots_nothing(
+    node: GpuNode, client: Client
+) -> None:
+    pool = node.gpu.pool
+    for number in range(12):  # three times what its share has room for
+        event = node.put_on([key_of(str(number))], client)
+        node.gpu.take()
+        with pytest.raises(FailedPrecondition, match="event has not come"):
+            pool.abort(client.session, list(event.writes))
+        node.gpu.fail(event)
+        node.gpu.run()
+        node.gpu.complete(event)
+        pool.abort(client.session, list(event.writes))
+        assert not pool.session_of(client.session).granted
+        node.check()
+    assert pool.counts.events_failed == 12
+    with pytest.raises(InvalidArgument):
+        pool.abort(client.session, list(event.writes))
 
 
 def test_a_commit_whose_event_takes_too_long_fails_and_its_slot_is_free_when_it_comes(
@@ -349,8 +369,12 @@ def test_a_slot_that_a_copy_may_be_under_way_to_is_kept_from_one_session_to_the_
     node.check()
     session = pool.session_of(client.session)
     assert set(session.granted) == {*failed.writes, *lost.writes}
-    with pytest.raises(FailedPrecondition, match="ends with its session"):
-        pool.abort(client.session, list(lost.writes))
+    with pytest.raises(FailedPrecondition, match="event failed: Abort it once"):
+        node.put_on([key_of("c")], client, refs=list(lost.writes))
+    node.gpu.complete(lost)
+    pool.abort(client.session, list(lost.writes))
+    assert set(session.granted) == set(failed.writes), "its client says that its copies have ended"
+    node.check()
     node.die(client)
     node.gpu.run()
     assert not pool.store.tenant("default").held_bytes

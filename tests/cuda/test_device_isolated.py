@@ -1,8 +1,11 @@
 """A native call that hangs costs nobody else anything: field fault A25, with real processes and real threads."""
 
 import asyncio
+import contextlib
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -198,6 +201,48 @@ def test_a_disposal_that_fails_is_counted() -> None:
     isolated.dispose("close", wrong)
     eventually(lambda: isolated.state().running == 0, CALL_S, "it to end")
     assert isolated.state().failed_disposals == 1
+
+
+class Held:
+    """What a caller's frame refers to."""
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["in time", "too late"])
+def test_an_error_keeps_nothing_of_its_caller_once_it_is_dropped(late: bool) -> None:
+    """Engines switch the collection of rings off: what a caller holds has to go with its frame."""
+    isolated, gate, seen = Isolated(), threading.Event(), list["weakref.ref[Held]"]()
+
+    def caller() -> None:
+        held = Held()
+        seen.append(weakref.ref(held))
+
+        def wrong() -> None:
+            gate.wait(HANG_S)
+            raise InvalidHandle(f"wrong: {type(held).__name__}")
+
+        with contextlib.suppress(DeviceTimeout if late else InvalidHandle):
+            isolated.run("wrong", wrong, timeout_s=0.01 if late else CALL_S)
+
+    async def loop() -> None:
+        held = Held()
+        seen.append(weakref.ref(held))
+        with contextlib.suppress(InvalidHandle):
+            await isolated.call("wrong", fails, timeout_s=CALL_S)
+        del held
+
+    def fails() -> None:
+        raise InvalidHandle("wrong")
+
+    gc.disable()
+    try:
+        if not late:
+            gate.set()
+        caller()
+        asyncio.run(loop())
+        gate.set()
+        eventually(lambda: not any(one() for one in seen), CALL_S, "the callers' frames to go")
+    finally:
+        gc.enable()
 
 
 def test_a_caller_that_is_cancelled_leaves_nothing_open() -> None:

@@ -185,7 +185,7 @@ def test_wrong_pages_are_refused_and_nothing_is_written(gpu_node: GpuNode) -> No
         ):
             with pytest.raises(InvalidArgument, match=why):
                 kv.blocks(pages)
-        with pytest.raises(InvalidArgument, match="pages of 1 blocks for 2 keys"):
+        with pytest.raises(InvalidArgument, match="pages of 1 blocks for the 2 keys"):
             ns.put(keys, kv.blocks([0, 1]))
         assert ns.put(keys, kv.blocks([0, 1, 2, 3])).stored == 2
         with pytest.raises(InvalidArgument, match="page 5 is to be written twice"):
@@ -193,6 +193,21 @@ def test_wrong_pages_are_refused_and_nothing_is_written(gpu_node: GpuNode) -> No
         with pytest.raises(InvalidArgument, match="a block of these pages has"):
             client.raw_namespace("other", 4096).get_into(keys, kv.blocks([4, 5, 6, 7]))
     assert all((cache.page(i) == before[i]).all() for i in range(8))
+
+
+def test_a_stream_that_is_another_one_on_each_thread_is_refused() -> None:
+    device = use_host_device(UUIDS[0])
+    kv = Cache("nhd", "bf16", 8).kv(device.uuid)
+    for per_thread in (2, Pointer(2)):
+        with pytest.raises(InvalidArgument, match="pass a stream of your own"):
+            kv.blocks([0], stream=per_thread)
+
+
+class Pointer:
+    """As cupy's streams are."""
+
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
 
 
 def test_bytes_that_mean_something_else_are_refused(gpu_node: GpuNode) -> None:

@@ -120,7 +120,9 @@ def test_it_is_kept_also_where_the_process_has_a_session_of_its_own_for_devices_
     scene.memory.check()
 
 
-def test_it_is_kept_until_the_last_of_several_devices_is_quiet_or_lost(scene: GpuNode, node: Node) -> None:
+def test_it_is_kept_until_the_last_of_several_devices_is_quiet_and_a_loss_says_nothing_of_that(
+    scene: GpuNode, node: Node
+) -> None:
     client = scene.client()
     for device in scene.devices:
         scene.reserve(client, 1, device)
@@ -132,7 +134,103 @@ def test_it_is_kept_until_the_last_of_several_devices_is_quiet_or_lost(scene: Gp
     assert quarantined(scene) == 1
     for number in scene.devices[1].pool.lose("an Xid"):
         node.device_clients.quiet(number)
+    assert quarantined(scene) == 1, "the device was lost for the daemon, and its kernels may run"
+    (why,) = node.device_clients.degraded()
+    assert "device GPU-1 is out of use" in why
+    scene.devices[1].come()
+    (job,) = asked(scene, 1)
+    scene.devices[1].end(job)
     assert quarantined(scene) == 0
+    assert not node.device_clients.degraded()
+    scene.memory.check()
+
+
+def test_who_dies_while_a_device_is_lost_that_it_was_told_of_is_asked_about_when_it_is_back(
+    scene: GpuNode, node: Node
+) -> None:
+    client = scene.client()
+    reply = devices.devices(node, client.session)
+    assert not reply.devices, "the port of this test names none"
+    granted_in_memory(scene, client.session)
+    for device in scene.devices:
+        for number in device.pool.lose("a call that took too long"):
+            node.device_clients.quiet(number)
+    client.alive = False
+    node.device_clients.end_session(client.session, process_gone=True)
+    assert quarantined(scene) == 1
+    for left, device in enumerate(scene.devices):
+        assert quarantined(scene) == 1, f"freed when {left} of 2 devices were quiet"
+        device.come()
+        device.run()
+    assert quarantined(scene) == 0
+    scene.memory.check()
+
+
+def test_nothing_is_remembered_of_who_was_told_of_devices_and_ends_with_nothing(scene: GpuNode, node: Node) -> None:
+    for ends in (node.device_clients.forget, lambda of: node.device_clients.end_session(of, process_gone=True)):
+        memory, own = scene.client().session, scene.client().session
+        own.pid = memory.pid
+        node.device_clients.told(own)
+        scene.gpu.pool.session_of(own)
+        for session in (own, memory):
+            assert scene.gpu.pool.knows(memory.pid, memory.born)
+            ends(session)
+        assert not scene.gpu.pool.knows(memory.pid, memory.born)
+        for client in scene.clients:
+            client.alive = client.alive and client.session.pid != memory.pid
+        scene.run_all()
+        scene.now += 6.0
+        assert not asked(scene)
+    scene.memory.check()
+
+
+def test_a_device_out_of_use_is_none_that_who_is_told_of_it_uses(scene: GpuNode, node: Node) -> None:
+    client = scene.client()
+    for device in scene.devices:
+        device.pool.lose("an Xid")
+    node.device_clients.told(client.session)
+    granted_in_memory(scene, client.session)
+    node.device_clients.end_session(client.session, process_gone=True)
+    assert quarantined(scene) == 0
+
+
+def test_of_a_session_of_the_daemon_before_memory_is_kept_until_every_device_is_quiet(
+    scene: GpuNode, node: Node
+) -> None:
+    client = scene.client()
+    granted_in_memory(scene, client.session)
+    scene.memory.end_session(client.session, process_gone=False)
+    node.device_clients.adopted(client.session)
+    client.alive = False
+    node.device_clients.end_session(client.session, process_gone=True)
+    for device in (0, 1):
+        assert quarantined(scene) == 1
+        (job,) = asked(scene, device)
+        scene.devices[device].end(job)
+    assert quarantined(scene) == 0
+    scene.memory.check()
+
+
+def test_of_a_session_of_the_daemon_before_memory_is_kept_where_no_device_can_be_opened(
+    scene: GpuNode, node: Node
+) -> None:
+    client = scene.client()
+    granted_in_memory(scene, client.session)
+    pools, scene.tier.pools = scene.tier.pools, {}
+    node.device_clients.adopted(client.session)
+    client.alive = False
+    node.device_clients.end_session(client.session, process_gone=True)
+    assert quarantined(scene) == 1
+    (why,) = node.device_clients.degraded()
+    assert "there is no device" in why
+    scene.tier.pools = pools
+    for pool in pools.values():
+        scene.tier.added(pool)
+    for device in scene.devices:
+        assert quarantined(scene) == 1
+        device.run()
+    assert quarantined(scene) == 0
+    scene.memory.check()
 
 
 def test_who_has_used_no_device_or_has_left_leaves_nothing_behind(scene: GpuNode, node: Node) -> None:

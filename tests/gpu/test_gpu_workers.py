@@ -266,6 +266,30 @@ def test_a_copy_that_takes_too_long_is_reported_when_it_has_ended_and_not_before
     asyncio.run(reported_when_ended(monkeypatch))
 
 
+async def no_place() -> None:
+    async with rig() as of:
+        of.locks.begin(of.device)
+        await until(lambda: not of.locks.why_not())
+        await of.make(1)
+        ctypes.memset(of.memory.address(slot(1, 0), SLOT), 7, SLOT)
+        of.copier.submit(CopyDown(1, slot(1, 0), slot(1, 0), SLOT, SLOT))
+        of.copier.submit(CopyDown(2, slot(1, 1), slot(SEGMENTS + 1, 0), SLOT, SLOT))
+        of.copier.submit(CopyDown(3, slot(9, 0), slot(1, 2), SLOT, SLOT))
+        await until(lambda: len(of.copied) == 3)
+        assert of.copied[1] == ""
+        assert bytes(of.host(slot(1, 0))) == bytes([7]) * SLOT
+        assert of.copied[2]
+        assert of.copied[3]
+        assert not of.copier.busy
+        assert not of.lost
+        of.copier.submit(CopyDown(4, slot(1, 0), slot(1, 3), SLOT, SLOT))
+        await until(lambda: of.copied.get(4) == "")
+
+
+def test_a_copy_that_has_no_place_is_reported_and_those_beside_it_are_made() -> None:
+    asyncio.run(no_place())
+
+
 async def lost_in_the_middle() -> None:
     async with rig() as of:
         of.locks.begin(of.device)

@@ -62,9 +62,21 @@ class _Call(Generic[T]):
         self.error: BaseException | None = None
         self.tell: Callable[[], object] = lambda: None
 
+    def take_error(self) -> BaseException | None:
+        """Once: an error refers to the frames it came through, and they to this call, which must not refer to it then.
+
+        Such a ring would keep what those frames hold (slots, mappings) until a collection, which engines switch off.
+        """
+        error, self.error = self.error, None
+        return error
+
     def outcome(self) -> T:
-        if self.error is not None:
-            raise self.error
+        error = self.take_error()
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error
         value: Any = self.value
         result: T = value
         return result
@@ -169,7 +181,7 @@ class Isolated:
     def _forget(self, call: _Call[Any]) -> None:
         """Its caller goes away. Where it has just ended, nobody else would take what it opened."""
         late = call.late
-        if not self._abandon(call) and call.error is None and late is not None:
+        if not self._abandon(call) and call.take_error() is None and late is not None:
             self.dispose(call.name, lambda: late(call.value), owner=call.owner)
 
     def _begin(self, call: _Call[Any]) -> None:
@@ -243,16 +255,18 @@ class Isolated:
     def _reap(self, call: _Call[Any]) -> None:
         with self._lock:
             self._reaped += 1
-        error = call.error
-        if error is None and call.late is not None:
-            try:
+        error = call.take_error()
+        try:
+            if error is None and call.late is not None:
                 call.late(call.value)
-            except Exception as e:  # noqa: BLE001  counted and logged below
-                error = e
+        except Exception as e:  # noqa: BLE001  counted and logged below
+            error = e
         if error is not None:
             with self._lock:
                 self._failed_disposals += 1
-            log.warning("%s, for which nobody waited any more, failed: %s: %s", call.name, type(error).__name__, error)
+            why = f"{type(error).__name__}: {error}"  # no record of a log keeps the error
+            log.warning("%s, for which nobody waited any more, failed: %s", call.name, why)
+        del error  # it may refer to this frame
 
     def _tell(self, call: _Call[Any]) -> None:
         try:
