@@ -142,9 +142,11 @@ def test_pages_go_by_shared_memory_where_there_is_no_pool(on: Any) -> None:
         before = figures(client, on)["staged_blocks"]
         pages = list(range(COUNT))
         expected = put(ns, engine, pages)
+        staged = figures(client, on)["staged_blocks"]
+        assert staged == before + COUNT, "no kernel writes where the daemon cannot tell when it has ended"
         check(ns, reader, list(range(10, 10 + COUNT)), expected)
         assert ns.get(keys_of(ns, COUNT)) == expected
-        assert figures(client, on)["staged_blocks"] == before
+        assert figures(client, on)["staged_blocks"] == staged, "what is read is read straight"
 
 
 def test_a_lease_on_the_device_is_an_array_there(on: Any) -> None:

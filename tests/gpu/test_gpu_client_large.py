@@ -50,6 +50,11 @@ class Large:
         """All that is mapped is page-locked."""
         eventually(lambda: self.client.device_stats()["devices"][self.device.uuid]["page_locked_bytes"] > BLOCK)
 
+    @property
+    def staged(self) -> int:
+        """Blocks that went through a buffer."""
+        return int(self.client.device_stats()["devices"][self.device.uuid]["staged_blocks"])
+
     def close(self) -> None:
         self.client.close()
 
@@ -77,6 +82,25 @@ def test_what_the_pool_has_no_room_for_goes_to_shared_memory(
     assert one.get() == COUNT
     assert node.stats_of()["counters"]["committed"]
     eventually(lambda: node.stats_of()["leased"] == node.stats_of()["granted"] == 0)
+
+
+def test_kernels_write_straight_to_shared_memory_what_no_pool_takes_where_the_daemon_has_the_device(
+    start_gpu_node: Callable[..., GpuNode], large: Callable[..., Large]
+) -> None:
+    """Blocks twice as large as the pool."""
+    node = start_gpu_node(gpu__size="1MiB", host__size="256MiB")
+    one = large(node.endpoint, node.uuids[0])
+    one.kv = PagedKV([layer.copy() for layer in one.layers], "BND", device=f"gpu:{one.device.uuid}", pages_per_slot=4)
+    ns, count = namespace_for(one.client, one.kv), COUNT // 4
+    keys, pages = keys_of(ns, count), one.kv.blocks(range(COUNT), stream=one.stream)
+    assert ns.put(keys, pages).stored == count  # by a buffer: nothing is page-locked yet
+    one.locked()
+    staged, expected = one.staged, ns.get(keys)
+    assert ns.clear() == count
+    assert ns.put(keys, pages).stored == count
+    assert one.staged - staged < count, "all of them went through a buffer"
+    assert ns.get(keys) == expected
+    assert not node.stats_of()["counters"]["committed"]
 
 
 @pytest.mark.parametrize("device", [{}, {"memlock_bytes": 0}], ids=["page-locked", "by a buffer"])
