@@ -32,6 +32,17 @@ class _Kept:
 
     def __init__(self, marks: list[Mark], record: Callable[[], Sequence[Mark]] | None, things: tuple[object, ...]):
         self.marks, self.record, self.things = marks, record, things
+        self.said = False
+
+    def surely_over(self) -> bool:
+        """As `over`. An error that nobody foresaw is told once and says nothing of the device: `things` are kept."""
+        try:
+            return self.over()
+        except Exception:
+            if not self.said:
+                log.exception("what is kept for a copy cannot be looked at, and is kept; it is tried again")
+            self.said = True
+            return False
 
     def over(self) -> bool:
         """Whether nothing is waited for any more. What cannot be recorded is tried again: `things` are kept."""
@@ -94,7 +105,7 @@ class Afterwards:
                 self._kept.append(self._new[0])
                 self._new.popleft()  # behind it: `len` never counts too few
             before = len(self._kept)
-            self._kept = [kept for kept in self._kept if not kept.over()]
+            self._kept = [kept for kept in self._kept if not kept.surely_over()]
             if not len(self):
                 pause_s = IDLE_S
                 continue

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 from kvstore_client import Client, InvalidArgument, admin
+from kvstore_client.afterwards import Afterwards
 from kvstore_client.device_session import DeviceSession
-from kvstore_client.marks import PER_THREAD
+from kvstore_client.marks import PER_THREAD, Mark
 from kvstore_client.pool import Pool
 from kvstored_cuda.devices.device import Direction
+from kvstored_cuda.devices.host_device import HostDevice
 from tests.conftest import eventually
 from tests.gpu.client_engine import Served, keys_of
 from tests.gpu.gpu_nodes import GpuNode
@@ -247,3 +249,27 @@ def test_a_commit_that_is_given_up_after_its_session_was_replaced_is_settled(
     one.let_go()
     eventually(lambda: gpu_node.stats_of()["granted"] == gpu_node.stats_of()["quarantined"] == 0)
     assert not any(holdings.granted.values())
+
+
+def test_an_error_that_nobody_foresaw_ends_no_thread_and_gives_nothing_back(caplog: pytest.LogCaptureFixture) -> None:
+    """Found on reading: it ended the thread, and whatever was kept after it was kept for ever."""
+
+    class Odd(Mark):
+        tries = 0
+
+        def query(self) -> bool:
+            self.tries += 1
+            if self.tries < 3:
+                raise RuntimeError("not of a device")
+            return True
+
+    kept = Afterwards()
+    stream = HostDevice("HOST-odd", 1 << 20).stream()
+    odd = Odd(stream)
+    kept.keep(odd, object())
+    assert kept.wait_empty(10)
+    assert odd.tries >= 3
+    assert caplog.text.count("cannot be looked at") == 1
+    kept.keep(Mark(stream), object())
+    assert kept.wait_empty(10)
+    kept.close()
