@@ -143,6 +143,8 @@ class Loads:
         """The slowest that a block came from."""
         self.busy = False
         """What did not come is there, and had no turn, or no room that may be held."""
+        self.tried = False
+        """Whether the last `bring` asked the daemon, or found nothing to ask for."""
         self._next: Part | None = None
         self._next_at = -1
 
@@ -156,7 +158,7 @@ class Loads:
             ahead.close()
             ahead = None
         part, pause_s = ahead or self._begin(at), BUSY_S
-        self.busy = False
+        self.busy, self.tried = False, part is not None
         while part is not None:
             if self._came(part):
                 if part.loaded:

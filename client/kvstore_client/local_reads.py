@@ -39,6 +39,9 @@ log = logging.getLogger("kvstore_client")
 LEASE_BLOCKS = 64
 """Blocks held together where reading is by lease."""
 
+MOVES_MAX = 3
+"""Looks at a block that is there, and has left memory or come to it between two questions, before it is a miss."""
+
 IN_MEMORY = ("gpu", "host")
 
 TIER_OF = [""] * 16
@@ -158,9 +161,9 @@ class LocalReads:
         self, session: Session, ns: Identity, keys: Sequence[bytes], start: int, out: list[Bytes]
     ) -> Copied:
         """From where `_read` ended: what is not in memory is brought there, and what lies behind is read on."""
-        if not self._is_below(session, ns, keys[start]):
+        if not self._in_memory(session, ns, [keys[start]]):
             return Copied(0, HOST)
-        opened, copied, tier, busy = self._opened(session, ns), 0, HOST, 0
+        opened, copied, tier, busy, moves = self._opened(session, ns), 0, HOST, 0, 0
         try:
             until = time.monotonic() + session.timeout_s + len(out) * ns.block_bytes / BYTES_PER_S
             with self._loads(session, ns, keys, until, session.timeout_s) as loads:
@@ -168,8 +171,12 @@ class LocalReads:
                     part = loads.bring(start + copied)
                     if part is None:
                         # What is in memory now, also of what did not come in time for us.
-                        more = self._read(session, ns, keys, start + copied, out[copied:])
-                        if not more:
+                        at = start + copied
+                        more = self._read(session, ns, keys, at, out[copied:])
+                        moves += not more
+                        if not more and (
+                            loads.tried or moves > MOVES_MAX or not self._in_memory(session, ns, [keys[at]])
+                        ):
                             break
                         copied += more
                         continue
@@ -189,10 +196,6 @@ class LocalReads:
     def _loads(self, session: Session, ns: Identity, keys: Sequence[bytes], until: float, part_s: float) -> Loads:
         opened = self._opened(session, ns)
         return Loads(session, opened, keys, lambda some: self._in_memory(session, ns, some), until, part_s)
-
-    def _is_below(self, session: Session, ns: Identity, key: bytes) -> bool:
-        """Whether the daemon has this block, but not in memory."""
-        return self._in_memory(session, ns, [key]) == [False]
 
     def _in_memory(self, session: Session, ns: Identity, keys: Sequence[bytes]) -> list[bool]:
         """The leading run that is present: for each block whether it is in memory."""
@@ -312,21 +315,25 @@ class LocalReads:
 
         Answers the slowest tier, and how many blocks behind are there and had no turn or room in time.
         """
-        opened, tier, busy = self._opened(session, ns), HOST, 0
+        opened, tier, busy, moves = self._opened(session, ns), HOST, 0, 0
+        more: Held | None
         try:
             with self._loads(session, ns, keys, until, inf) as loads:
                 while len(slots) < len(keys):
-                    part = loads.bring(len(slots))
+                    part, more = loads.bring(len(slots)), None
+                    here = self._in_memory(session, ns, [keys[len(slots)]])
                     if part is not None and part.hold is not None:
-                        held.append((part.slots, part.hold))
+                        more = part.slots, part.hold
                         tier = loads.tier
-                    elif self._in_memory(session, ns, keys[len(slots) :][:1]) == [True]:
-                        held.append(self._hold(session, opened, keys[len(slots) :], answer_s(session, until)))
-                    else:
+                    elif here == [True]:
+                        more = self._hold(session, opened, keys[len(slots) :], answer_s(session, until))
+                    if more is not None and more[0]:
+                        held.append(more)
+                        slots += more[0]
+                        continue
+                    moves += 1
+                    if loads.tried or moves > MOVES_MAX or not here:
                         break
-                    if not held[-1][0]:
-                        break
-                    slots += held[-1][0]
                 if loads.busy:
                     busy = len(self._in_memory(session, ns, keys[len(slots) :]))
         except (Unavailable, ResourceExhausted) as e:

@@ -359,13 +359,18 @@ def match(node: Node, tenant: Tenant, request: pb.MatchRequest) -> pb.MatchReply
         return pb.MatchReply(blocks=there, tiers=[pb.TIER_SSD] * there)
     if request.tier != pb.TIER_NONE:
         raise InvalidArgument(f"tier {request.tier}: blocks are looked for on the SSD, or (TIER_NONE) anywhere")
-    keys = checked_keys(request.keys)
+    tiers = tiers_of(node, namespace, checked_keys(request.keys))
+    return pb.MatchReply(blocks=len(tiers), tiers=tiers)
+
+
+def tiers_of(node: Node, namespace: Namespace, keys: Sequence[bytes]) -> list[pb.Tier]:
+    """The leading run of `keys` that can be read: the fastest tier of each block."""
     tiers = [pb.TIER_HOST if in_memory else pb.TIER_SSD for in_memory in present(node, namespace, keys)]
     if node.gpu is not None:
         tiers = _on_devices(node.gpu, node, namespace, keys, tiers)
     if node.moving is not None and node.moving.trouble and pb.TIER_SSD in tiers:
         tiers = tiers[: tiers.index(pb.TIER_SSD)]  # the rest is there, and cannot be read
-    return pb.MatchReply(blocks=len(tiers), tiers=tiers)
+    return tiers
 
 
 def _on_devices(

@@ -27,9 +27,10 @@ from kvstore.server.calls import Node
 from kvstore.server.grpc_answers import Answers
 from kvstore.server.grpc_caller import Caller, Gate, Places, Unsaid, caller_of
 from kvstore.server.grpc_calls import ADMINISTRATION, CALLS, STREAMS, WAITS, Call, GiveBack
+from kvstore.server.grpc_get import GetStream
 from kvstore.server.grpc_health import OPEN_TO_ALL, HealthService, ReflectionService
 from kvstore.server.grpc_listen import bind, credentials_of, keep_freed_memory
-from kvstore.server.grpc_streams import GetStream, Outcome, PutStream, parsed, unstalled
+from kvstore.server.grpc_streams import Outcome, PutStream, parsed, unstalled
 from kvstore.server.stats import keep_only
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.errors import KVStoreError, ResourceExhausted

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvstore.core import refusals
 from kvstore.core.holds import Namespace, Session, Tenant
+from kvstore.core.link import Block
 from kvstore.server import calls
 from kvstore.server.calls import Node
 from kvstore.server.tickets import WAIT_S, AllTickets, Tickets
@@ -38,7 +39,7 @@ def load(
         if node.moving is None and not coming:
             return _acquired(node, session, request, counted=counted)
         try:
-            number = _begin(node, tickets, namespace, keys, deadline, coming)
+            number = begin(node, tickets, namespace, keys, deadline, coming)
         except ResourceExhausted as e:
             return _busy(node, namespace, keys, str(e), counted=counted)
     found = tickets.find_load(number)
@@ -50,15 +51,15 @@ def load(
     return _waited(node, session, tickets, number, wait_s, counted=counted)
 
 
-def _begin(
+def begin(
     node: Node,
     tickets: Tickets,
     namespace: Namespace,
     keys: Sequence[bytes],
     deadline: float,
-    coming: Sequence[tuple[int, bytes]],
+    coming: Sequence[Block],
 ) -> int:
-    """A load; `coming`: what is copied down from devices for it."""
+    """A load, by its number; `coming`: what is copied down from devices for it. Raises ResourceExhausted."""
     if not coming:
         return tickets.load(namespace, keys, deadline)
     from kvstore.server.device_tickets import LoadFromDevices
