@@ -386,6 +386,14 @@ def _socket_owner(inode: str) -> str | None:
         # Processes end and refuse while we look; those are not the one we can name.
         with contextlib.suppress(OSError):
             for fd in (process / "fd").iterdir():
-                if str(fd.readlink()) == f"socket:[{inode}]":
+                if _target(fd) == f"socket:[{inode}]":
                     return describe_process(int(process.name))
     return None
+
+
+def _target(link: Path) -> str:
+    """Of a link; "" where it is gone: a process closes descriptors, as we do the one that lists our own."""
+    try:
+        return str(link.readlink())
+    except OSError:
+        return ""

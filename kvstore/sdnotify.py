@@ -14,6 +14,7 @@ import contextlib
 import os
 import socket
 import struct
+import threading
 import time
 from array import array
 from collections.abc import AsyncIterator, Mapping, MutableMapping
@@ -25,6 +26,9 @@ log = logger("kvstored.systemd")
 EXTEND_EVERY_S = 1.0
 EXTEND_S = 15.0
 """Asked for each time: outlives a few ticks that come late."""
+
+INSIST_S = 600.0
+"""For systemd to take the word that the daemon is ready: without it the unit's start fails."""
 
 STEP_S_MAX = 600.0
 KEEP_S = 5
@@ -59,9 +63,38 @@ class Notifier:
         try:
             self._socket.sendto("\n".join(assignments).encode(), self._where)
         except OSError as e:
-            if not self._failed:
-                log.error("systemd cannot be told", socket=self._address, reason=e.strerror)  # noqa: TRY400
-            self._failed = True
+            self._cannot(e)
+
+    def _cannot(self, error: OSError) -> None:
+        if not self._failed:
+            log.error("systemd cannot be told", socket=self._address, reason=error.strerror)
+        self._failed = True
+
+    def _tell_surely(self, *assignments: str) -> None:
+        """What is said once: where systemd is slow, by a thread that waits until it has room."""
+        if self._socket is None or self._keeper is None:
+            return
+        message = "\n".join(assignments).encode()
+        try:
+            self._socket.sendto(message, self._where)
+        except BlockingIOError:
+            threading.Thread(target=self._insist, args=(message,), name="systemd", daemon=True).start()
+        except OSError as e:
+            self._cannot(e)
+
+    def _insist(self, message: bytes) -> None:
+        until, keeper = time.monotonic() + INSIST_S, self._keeper
+        while keeper is not None:
+            try:
+                keeper.sendto(message, self._where)
+            except BlockingIOError as e:  # not within KEEP_S
+                if time.monotonic() < until:
+                    keeper = self._keeper
+                    continue
+                self._cannot(e)
+            except OSError as e:
+                self._cannot(e)
+            break
 
     def progress(self, status: str) -> None:
         """The start, or the stop, got on; safe in any thread. `status` is what `systemctl status` shows by then."""
@@ -99,7 +132,7 @@ class Notifier:
 
     def ready(self, status: str) -> None:
         """A put and a get have worked, and clients can connect."""
-        self.tell("READY=1", f"STATUS={_line(status)}")
+        self._tell_surely("READY=1", f"STATUS={_line(status)}")
 
     def stopping(self) -> None:
         """The daemon ends, by itself or as it was told."""

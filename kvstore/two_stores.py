@@ -4,6 +4,7 @@ Those of devices come when these are open (kvstore/gpu).
 """
 
 import os
+import time
 from dataclasses import dataclass
 
 from kvstore.config import Settings
@@ -46,9 +47,14 @@ def build(settings: Settings, indexes: TieredIndex, *, huge_pages: bool) -> Stor
     """Memory's store, and what moves blocks between it and the SSD where there is one."""
     host, ssd, policy = settings.host.size_bytes, settings.ssd, settings.evict.policy
     if ssd.path is None and not settings.gpu.size_bytes:
-        return Stores(Store(host, indexes, policy=policy, huge_pages=huge_pages), None, None)
+        memory = Store(host, indexes, policy=policy, huge_pages=huge_pages)
+        memory.spaces.kept = lambda namespace: False
+        memory.spaces.now = time.monotonic()
+        return Stores(memory, None, None)
     joined = Joined(indexes)
     memory = Store(host, joined.host, policy=policy, huge_pages=huge_pages)
+    memory.spaces.kept = joined.keeps
+    memory.spaces.now = time.monotonic()
     if ssd.path is None:
         return Stores(memory, None, joined)
     disk = Store(file_bytes(ssd.size_bytes, ssd.layout), joined.ssd, policy=policy, lazily=True)

@@ -65,7 +65,7 @@ class DescriptorStore:
     def close(self) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
             sender.sendto(b"END=1", str(self.path))
-        self._thread.join(10)
+        self._thread.join(60)
         self._socket.close()
         for descriptor in self.kept.values():
             os.close(descriptor)

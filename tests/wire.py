@@ -15,7 +15,7 @@ from typing import Any, Self
 from kvstored.v1 import DESCRIPTORS_MAX, PROTOCOL, errors
 from kvstored.v1 import kvstore_pb2 as pb
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 RECEIVE_BYTES = 256 << 10
 LENGTH = struct.Struct("<I")
 

@@ -2,7 +2,8 @@
 
 A slot that a kernel may touch is nobody else's (kvstore/README.md, rule 5), so whatever gives it back is kept here, by
 reference, until the event behind the kernel has come. Then the reference is dropped, and finalizers do the rest; so
-they do when the device is lost, since none of its kernels runs any more. A thread of its own asks the events.
+they do when the device is lost, since none of its kernels runs any more. Threads of their own ask the events, one for
+each device, and one whose driver hangs holds up no others (asking.py).
 
 `keep` and `keep_behind` may be called anywhere, also in a finalizer: they append and wake, no more.
 """
@@ -10,74 +11,76 @@ they do when the device is lost, since none of its kernels runs any more. A thre
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from kvstore_client.marks import Mark
-from kvstore_client.waiting import Wake
-from kvstored.v1.errors import KVStoreError
-from kvstored_cuda.devices.errors import DeviceError, DeviceLost
+from kvstore_client.asking import WAIT_FIRST_S, WAIT_MAX_S, Asker, Question
+from kvstore_client.marks import Mark, Uses
+from kvstored.v1.errors import DeadlineExceeded, KVStoreError
+from kvstored_cuda.devices.errors import DeviceError, DeviceLost, DeviceTimeout
 
 log = logging.getLogger("kvstore_client")
 
 POLL_FIRST_S, POLL_MAX_S = 0.0005, 0.01
-"""Between two looks at the events: what is kept is out of use meanwhile, and no more than that."""
-
-IDLE_S = 60.0
-"""A thread with nothing to watch looks up once in a while; `keep` wakes it."""
+"""Between two looks at an event: what is kept is out of use meanwhile, and no more than that."""
 
 
-class _Kept:
-    """Things, and the marks that have not come; `record`: makes more of them, by the thread."""
+class _Kept(Question):
+    """Things, and the marks that have not come; `uses`: has more of them recorded, by the thread."""
 
-    def __init__(self, marks: list[Mark], record: Callable[[], Sequence[Mark]] | None, things: tuple[object, ...]):
-        self.marks, self.record, self.things = marks, record, things
-        self.said = False
+    def __init__(self, marks: list[Mark], uses: Uses | None, things: tuple[object, ...]) -> None:
+        super().__init__(POLL_FIRST_S, POLL_MAX_S)
+        self._marks, self._uses, self._things = marks, uses, things
 
-    def surely_over(self) -> bool:
-        """As `over`. An error that nobody foresaw is told once and says nothing of the device: `things` are kept."""
-        try:
-            return self.over()
-        except Exception:
-            if not self.said:
-                log.exception("what is kept for a copy cannot be looked at, and is kept; it is tried again")
-            self.said = True
-            return False
+    def about(self) -> Sequence[Mark]:
+        return self._marks
 
-    def over(self) -> bool:
+    def ask(self) -> bool:
         """Whether nothing is waited for any more. What cannot be recorded is tried again: `things` are kept."""
-        if self.record is not None:
+        if self._uses is not None:
             try:
-                self.marks.extend(self.record())
+                self._marks = self._uses.record()
             except DeviceLost as e:
                 log.debug("what is kept for a device goes, since nothing of it runs any more: %s", e)
             except KVStoreError as e:
                 log.debug("a device cannot mark the end of its work, and is asked again: %s", e)
                 return False
-            self.record = None
-        self.marks = [mark for mark in self.marks if not _over(mark)]
-        return not self.marks
+            self._uses = None
+        for mark in list(self._marks):
+            if ended(mark):
+                self._marks = [other for other in self._marks if other is not mark]
+                mark.over()
+        return not self._marks
 
 
 class Afterwards:
-    """Of one client. `close` ends the thread once nothing is kept any more."""
+    """Of one client. `close` ends its threads once nothing is kept any more."""
 
     def __init__(self) -> None:
-        self._new: deque[_Kept] = deque()
-        self._kept: list[_Kept] = []
-        self._wake = Wake()
-        self._closed = False
-        threading.Thread(target=self._work, name="kvstore-afterwards", daemon=True).start()
+        self._first = Asker()
+        """Of the first device, and of marks that name none."""
+        self._askers: dict[str, Asker] = {}
+
+    def asker(self, uuid: str) -> Asker:
+        """Who asks that device. Not for finalizers; by one thread at a time."""
+        if uuid not in self._askers:
+            self._askers = {**self._askers, uuid: Asker() if self._askers else self._first}
+        return self._askers[uuid]
 
     def keep(self, mark: Mark, *things: object) -> None:
         """Refers to `things` until the mark has come."""
-        self._new.append(_Kept([mark], None, things))
-        self._wake.set()
+        (mark.asker or self._first).keep(_Kept([mark], None, things))
 
-    def keep_behind(self, record: Callable[[], Sequence[Mark]], *things: object) -> None:
-        """Refers to `things` until all marks have come that `record` makes; the thread calls it, soon."""
-        self._new.append(_Kept([], record, things))
-        self._wake.set()
+    def keep_behind(self, uses: Uses, *things: object) -> None:
+        """Refers to `things` until all marks have come that `uses` records; the thread has it do so, soon."""
+        (uses.asker or self._first).keep(_Kept([], uses, things))
+
+    def look(self) -> None:
+        """Once in a while: has others go on with what a thread that hangs in the driver does not come to."""
+        for asker in self._all():
+            asker.look()
+
+    def _all(self) -> set[Asker]:
+        return {self._first, *self._askers.values()}
 
     def wait_empty(self, timeout_s: float) -> bool:
         """Whether nothing is kept any more, in time."""
@@ -90,37 +93,12 @@ class Afterwards:
         return True
 
     def __len__(self) -> int:
-        return len(self._new) + len(self._kept)
+        return sum(map(len, self._all()))
 
     def close(self) -> None:
         """Nothing more will be kept."""
-        self._closed = True
-        self._wake.set()
-
-    def _work(self) -> None:
-        pause_s = IDLE_S
-        while not (self._closed and not len(self)):
-            self._wake.wait(pause_s)
-            while self._new:
-                self._kept.append(self._new[0])
-                self._new.popleft()  # behind it: `len` never counts too few
-            before = len(self._kept)
-            self._kept = [kept for kept in self._kept if not kept.surely_over()]
-            if not len(self):
-                pause_s = IDLE_S
-                continue
-            quick = len(self._kept) < before or pause_s == IDLE_S
-            pause_s = POLL_FIRST_S if quick else min(2 * pause_s, POLL_MAX_S)
-
-
-def _over(mark: Mark) -> bool:
-    if not ended(mark):
-        return False
-    try:
-        mark.over()
-    except DeviceError as e:
-        log.debug("an event was not given back: %s", e)
-    return True
+        for asker in self._all():
+            asker.close()
 
 
 def ended(mark: Mark) -> bool:
@@ -136,12 +114,25 @@ def ended(mark: Mark) -> bool:
 
 
 def wait_for(mark: Mark, until: float) -> bool:
-    """Whether that work ended in time. Raises DeviceLost, and what else the device says."""
-    pause, pause_s = threading.Event(), POLL_FIRST_S / 10
+    """Whether that work ended in time, also where the driver does not answer. Raises DeviceLost, and what else it says.
+
+    A mark that names nobody who asks it, or one of a client that is closed, is asked here: with no deadline for the
+    driver.
+    """
+    if mark.asker is not None and not mark.asker.closed:
+        return mark.asker.wait(mark, until)
+    pause, pause_s = threading.Event(), WAIT_FIRST_S
     while not mark.query():
         left_s = until - time.monotonic()
         if left_s <= 0:
             return False
         pause.wait(min(pause_s, left_s))
-        pause_s = min(2 * pause_s, POLL_FIRST_S * 2)
+        pause_s = min(2 * pause_s, WAIT_MAX_S)
     return True
+
+
+def too_late(mark: Mark, why: str) -> DeadlineExceeded:
+    """Of a mark that did not come in time: `why`, or DeviceTimeout where the driver does not say whether it did."""
+    if mark.asker is not None and mark.asker.slow:
+        return DeviceTimeout("the device's driver did not say in time whether copies have ended")
+    return DeadlineExceeded(why)

@@ -99,7 +99,8 @@ class Client:
 
         pools: the daemon's devices, and why one cannot be used here ("": it can). segments_open: of these, mapped here.
         kept_for_copies: what waits for copies on streams. devices: for each, bytes of shared memory that are
-        page-locked here, why others are not, blocks that went by a staging buffer, and why events are not shared.
+        page-locked here, why others are not, blocks that went by a staging buffer, why events are not shared, and
+        threads that are in a question about an event which the driver does not answer (queries_hanging).
         native_calls_running, native_calls_abandoned: calls into the driver that have not returned.
         """
         return self._transport.device_state()

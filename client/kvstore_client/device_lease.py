@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from kvstore_client.device_session import DeviceHold
+from kvstore_client.holdings import DeviceHold
 from kvstore_client.marks import Uses
 from kvstore_client.reads import GPU
 from kvstored.v1.errors import FailedPrecondition, InvalidArgument

@@ -5,8 +5,8 @@ import time
 from collections.abc import Sequence
 
 from kvstore_client.device_lease import DeviceLease
-from kvstore_client.device_session import DeviceHold
 from kvstore_client.devices import explained, uuid_of
+from kvstore_client.holdings import DeviceHold
 from kvstore_client.loads import DEADLINE_MS_MAX, answer_s
 from kvstore_client.marks import Uses
 from kvstore_client.pool import Pool

@@ -3,299 +3,24 @@
 What is asked here may take a driver's time on either side, and a call that gets no answer in time ends its session: a
 read of shared memory must neither wait for it nor lose its session by it.
 
-`Holdings` is what this process has of one life of the daemon: slots leased and granted, segments open. It passes from a
-session that ended to the next, which names what is still used (Resume); with a daemon that knows nothing of it, it is
-left behind. Ends of holds are appended to `ended`, by finalizers too, and told by the client's thread.
-
-A segment is pinned by every hold of slots in it, until nothing runs any more that was to be waited for with that hold:
-whoever has the slots by then, a kernel that is queued needs them mapped.
+`holdings` is what this process has through it; the client's thread (pools.py) tells the daemon here what has ended.
 """
 
 import logging
-import threading
-import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
-from kvstore_client.afterwards import Afterwards
-from kvstore_client.marks import Mark, Uses
+from kvstore_client.device_commits import DeviceCommit
+from kvstore_client.holdings import DeviceHold, Holdings, Key, Terms
 from kvstore_client.session import Session
 from kvstore_client.stream import close_all
 from kvstore_client.transport import Identity
 from kvstore_client.waiting import locked, seconds_left
 from kvstored.v1 import PROTOCOL, errors
 from kvstored.v1 import kvstore_pb2 as pb
-from kvstored_cuda.devices.device import Mapping
-from kvstored_cuda.devices.errors import DeviceTimeout
 from kvstored_cuda.devices.handles import Generation, Handle, HandleKind
 
 log = logging.getLogger("kvstore_client")
-
-Key = tuple[str, int]
-"""A device's UUID and the generation of its memory."""
-
-
-class DeviceHold:
-    """Keeps slots: leased ones until the last who refers to it is gone, those to write to until they are stored."""
-
-    __slots__ = ("__weakref__", "terms")
-
-    def __init__(self, terms: "Terms") -> None:
-        self.terms = terms
-
-    @property
-    def slots(self) -> list[int]:
-        """Those that go back with it."""
-        return self.terms.slots
-
-    def release_after(self, mark: Mark | None) -> None:
-        """The daemon hears of its end not before that has come (None: at once)."""
-        self.terms.after = mark
-
-    def release_behind(self, uses: Uses) -> None:
-        """The daemon hears of its end not before what is on those streams when nothing refers to it any more."""
-        self.terms.uses = uses
-
-
-class Terms:
-    """What becomes of a hold's slots. Apart from it, since its finalizer must not refer to it."""
-
-    def __init__(self, holdings: "Holdings", key: Key, slots: list[int], *, written: bool) -> None:
-        self.holdings, self.key, self.slots, self.written = holdings, key, slots, written
-        self.after: Mark | None = None
-        self.uses: Uses | None = None
-        self.gone = False
-        """Nobody refers to the hold, and what was to be waited for has come."""
-        self.pins: set[int] = set()
-        holdings.pin(self)
-
-    def end(self) -> None:
-        """The last who used the slots is gone. Runs in finalizers, so it appends, no more."""
-        if self.uses is not None:
-            self.uses.name_current()
-            self.holdings.afterwards.keep_behind(self.uses.record, self.hold())
-            self.uses = self.after = None  # not before: who is interrupted here keeps the slots
-        elif self.after is not None:
-            self.holdings.afterwards.keep(self.after, self.hold())
-            self.after = None
-        else:
-            self.gone = True
-            self.told()
-
-    def told(self) -> None:
-        """The client's thread looks at it, unpins, and tells of slots that go back."""
-        self.holdings.ended.append(self)
-        if self.slots:
-            self.holdings.wake()
-
-    def hold(self) -> DeviceHold:
-        """An object whose end ends the hold."""
-        hold = DeviceHold(self)
-        weakref.finalize(hold, self.end).atexit = False
-        return hold
-
-
-class Holdings:
-    """Guarded by `lock`, but for `ended` and `closed`."""
-
-    def __init__(self, afterwards: Afterwards, wake: Callable[[], None]) -> None:
-        self.afterwards, self.wake = afterwards, wake
-        self.lock = threading.RLock()
-        self.leased: dict[Key, Counter[int]] = {}
-        self.granted: dict[Key, dict[int, Terms]] = {}
-        """By slot, since a slot that was stored may be granted again while its first hold has not been settled."""
-        self.ended: deque[Terms] = deque()
-        self.unsettled: deque[DeviceCommit] = deque()
-        """Commits that nobody waits for."""
-        self.pinned: dict[Key, Counter[int]] = {}
-        """How many holds need a segment mapped."""
-        self.opened: dict[Key, dict[int, Mapping]] = {}
-        self.opening: set[tuple[Key, int]] = set()
-        """Calls that have not returned; so is `closing`."""
-        self.closing: set[tuple[Key, int]] = set()
-        self.closed: deque[tuple[Key, int]] = deque()
-        """To be told."""
-        self.wanted_back: set[tuple[Key, int]] = set()
-        """Segments that the daemon asked for."""
-        self.given_up: set[tuple[Key, int]] = set()
-        """Segments that could not be closed: mapped as long as this process lives, for all that is known."""
-
-    def pin(self, terms: Terms) -> None:
-        """Its segments stay mapped until `unpin`."""
-        with self.lock:
-            terms.pins = {slot >> 32 for slot in terms.slots}
-            self.pinned.setdefault(terms.key, Counter()).update(terms.pins)
-
-    def unpin(self, terms: Terms) -> None:
-        """Of what has ended; again: nothing."""
-        with self.lock:
-            pins, terms.pins = terms.pins, set()
-            pinned = self.pinned.get(terms.key, Counter())
-            pinned.subtract(pins)
-            for segment in pins:
-                if pinned[segment] <= 0:
-                    del pinned[segment]
-
-    def lease(self, key: Key, slots: list[int]) -> DeviceHold:
-        """A hold of leased slots."""
-        with self.lock:
-            self.leased.setdefault(key, Counter()).update(slots)
-        return Terms(self, key, slots, written=False).hold()
-
-    def grant(self, key: Key, slots: list[int]) -> DeviceHold:
-        """A hold of slots to write to."""
-        terms = Terms(self, key, slots, written=True)
-        with self.lock:
-            self.granted.setdefault(key, {}).update(dict.fromkeys(slots, terms))
-        return terms.hold()
-
-    def take_ended(self) -> Iterator[Terms]:
-        """Whatever has ended, each once, however many ask."""
-        while True:
-            try:
-                yield self.ended.popleft()
-            except IndexError:
-                return
-
-    def take_unsettled(self) -> list["DeviceCommit"]:
-        """All of them, to be asked or put back."""
-        return [self.unsettled.popleft() for _ in range(len(self.unsettled))]
-
-    def left_alone(self) -> None:
-        """There is no session to tell: leases that end are only forgotten, and a Resume does not name them.
-
-        It names slots that were written to, and the next session gives them back: the daemon must not take them for
-        slots that a kernel may still write to.
-        """
-        for commit in self.take_unsettled():
-            commit.unknown()
-        to_abort = []
-        for terms in self.take_ended():
-            self.unpin(terms)
-            if not terms.written:
-                self.settle(terms)
-            elif self.granted_by(terms):
-                to_abort.append(terms)
-        self.ended.extend(to_abort)
-
-    def granted_by(self, terms: Terms) -> list[int]:
-        """Slots that go back with these terms."""
-        with self.lock:
-            granted = self.granted.get(terms.key, {})
-            return [slot for slot in dict.fromkeys(terms.slots) if granted.get(slot) is terms]
-
-    def settle(self, terms: Terms) -> list[int]:
-        """Forgets leases that have ended; the slots that the daemon is to hear of."""
-        with self.lock:
-            leased = self.leased.get(terms.key, Counter())
-            slots = [slot for slot in terms.slots if leased[slot] > 0]
-            leased.subtract(slots)
-            for slot in slots:
-                if leased[slot] <= 0:
-                    del leased[slot]
-            return slots
-
-    def no_longer(self, terms: Terms, slots: Iterable[int]) -> list[int]:
-        """These slots are not granted by these terms any more; answers those that were."""
-        with self.lock:
-            granted = self.granted.get(terms.key, {})
-            mine = [slot for slot in slots if granted.get(slot) is terms]
-            for slot in mine:
-                del granted[slot]
-        return mine
-
-    def uses(self) -> list[pb.DeviceUses]:
-        """All of it, as a Resume names it."""
-        with self.lock:
-            return [
-                pb.DeviceUses(
-                    device=key[0],
-                    generation=key[1],
-                    leased=self.leased.get(key, Counter()).elements(),
-                    granted=self.granted.get(key, {}),
-                )
-                for key in dict.fromkeys([*self.leased, *self.granted])
-                if self.leased.get(key) or self.granted.get(key)
-            ]
-
-    def carried(self, said: Iterable[pb.DeviceUses]) -> None:
-        """What is ours still, as the answer to a Resume says it; what holds have of the rest is nothing."""
-        kept = {(of.device, of.generation): set(of.granted) for of in said}
-        with self.lock:
-            for key in [key for key in self.leased if key not in kept]:
-                del self.leased[key]
-            for key, granted in self.granted.items():
-                for slot in [slot for slot in granted if slot not in kept.get(key, ())]:
-                    del granted[slot]
-
-    @property
-    def nothing(self) -> bool:
-        """Whether nothing is held or open."""
-        with self.lock:
-            return self.unused and not (any(self.leased.values()) or any(self.granted.values()) or self.ended)
-
-    @property
-    def unused(self) -> bool:
-        """Whether this process can touch nothing of it any more, whatever the daemon has heard of that."""
-        with self.lock:
-            return not (any(self.pinned.values()) or any(self.opened.values()) or self.opening or self.closing)
-
-    def segments_in_use(self, key: Key) -> set[int]:
-        """Those with slots that somebody uses, or that something queued may touch."""
-        with self.lock:
-            return set(self.pinned.get(key, ()))
-
-
-class DeviceCommit:
-    """A Commit that was sent, until its end is known: `results` then, one for each slot; empty where none was stored.
-
-    From when it is sent the slots are the daemon's, but those that the results say EXISTS or REJECTED of: they are the
-    hold's again.
-    """
-
-    def __init__(self, session: "DeviceSession", hold: DeviceHold, slots: list[int]) -> None:
-        self.session, self._terms = session, hold.terms
-        self._slots = slots
-        self.ticket = 0
-        self.over = False
-        self.results: list[int] = []
-        self.why = ""
-
-    def answered(self, results: Sequence[int], ticket: int) -> None:
-        """What the daemon said to it: the end, or a ticket to ask for that."""
-        self.ticket = ticket
-        if not ticket:
-            self._end(results)
-
-    def ask(self, wait_s: float, timeout_s: float) -> bool:
-        """Whether it is over; the daemon waits so long for that. Raises like any call: then it is not known."""
-        if not self.over:
-            question = pb.TicketRequest(ticket=self.ticket, wait_ms=int(wait_s * 1000))
-            reply = self.session.call(pb.Request(ticket=question), timeout_s).ticket
-            if reply.state != pb.TICKET_RUNNING:
-                self.why = reply.why
-                self._end(list(reply.results) if reply.state == pb.TICKET_DONE else [])
-        return self.over
-
-    def _end(self, results: Sequence[int]) -> None:
-        self.over, self.results = True, list(results)
-        left = [slot for slot, result in zip(self._slots, results, strict=False) if result != pb.STORED]
-        self._terms.holdings.no_longer(self._terms, set(self._slots) - set(left))
-        self._terms.slots.extend(left)
-
-    def unknown(self) -> None:
-        """Nobody can be asked: the slots go back with the hold, if they are ours."""
-        if not self.over:
-            self.over = True
-            self._terms.slots.extend(self._slots)
-        self.end_hold()
-
-    def end_hold(self) -> None:
-        """When it is over: what is the hold's again goes back with it, or now if it has ended before."""
-        if self._terms.gone:
-            self._terms.told()
 
 
 class DeviceSession(Session):
@@ -336,6 +61,11 @@ class DeviceSession(Session):
         self.exporter = Generation.from_bytes(reply.exporter) if reply.exporter else None
         self.told_at = now
 
+    def is_now(self, key: Key) -> bool:
+        """Whether that is the memory that the device has, as far as this session was told."""
+        found = self.devices.get(key[0])
+        return found is not None and found.generation == key[1] and not found.trouble
+
     def number_of(self, ns: Identity, timeout_s: float) -> int:
         """The namespace's, opened at first use."""
         found = self.namespaces.get(ns.digest)
@@ -371,12 +101,13 @@ class DeviceSession(Session):
         with locked(self.lock, timeout_s):
             sent = set(request.commit.slots)
             hold.slots[:] = [slot for slot in hold.slots if slot not in sent]
+            made.sent = True
             try:
                 reply = self._asked(key, timeout_s, commit=request).commit
+                made.answered(list(reply.results), reply.ticket)
             except BaseException:
                 made.unknown()
                 raise
-            made.answered(list(reply.results), reply.ticket)
         return made
 
     def handles(self, key: Key, segments: Sequence[int], timeout_s: float) -> dict[int, Handle]:
@@ -424,15 +155,34 @@ class DeviceSession(Session):
                 held.unsettled.append(commit)
         if not held.ended:
             return
-        with locked(self.lock, timeout_s):  # first: what is taken and not told would be forgotten
-            for terms in held.take_ended():
-                held.unpin(terms)
-                slots = held.granted_by(terms) if terms.written else held.settle(terms)
-                if slots:
-                    self._tell_end(terms, slots, timeout_s)
+        again: list[Terms] = []
+        try:
+            with locked(self.lock, timeout_s):  # first: what is taken and not told would be forgotten
+                for terms in held.take_ended():
+                    held.unpin(terms)
+                    again += [] if self._tell_end(terms, timeout_s) else [terms]
+        finally:
+            held.ended.extend(again)
 
-    def _tell_end(self, terms: Terms, slots: list[int], timeout_s: float) -> None:
-        """With the lock held. Raises only where the session has ended."""
+    def _tell_end(self, terms: Terms, timeout_s: float) -> bool:
+        """With the lock held: whether the daemon has been told. Raises only where the session has ended."""
+        held = self.holdings
+        if not terms.written:
+            slots = held.settle(terms)
+            return not slots or self._return(terms, slots, timeout_s)
+        try:
+            left = held.granted_by(terms)
+            return not left or self._return(terms, left, timeout_s)
+        except errors.KVStoreError:
+            held.ended.append(terms)  # the next session tells it
+            raise
+
+    def _return(self, terms: Terms, slots: list[int], timeout_s: float) -> bool:
+        """Release or Abort; False where the daemon watches a commit of these slots still, and is to be asked again.
+
+        It takes all of a message or nothing. So what it refuses is named one by one: some may be its own already, as
+        of a commit whose answer never came.
+        """
         try:
             if terms.written:
                 self._asked(terms.key, timeout_s, abort=pb.AbortRequest(slots=slots))
@@ -440,11 +190,18 @@ class DeviceSession(Session):
                 self._asked(terms.key, timeout_s, release=pb.ReleaseRequest(slots=slots))
         except errors.KVStoreError as e:
             if self.dead:
-                self.holdings.ended.extend([terms] if terms.written else [])  # the next session tells it
                 raise
-            log.debug("slots of device %s were not given back, as of memory that is gone: %s", terms.key[0], e)
+            if isinstance(e, errors.InvalidArgument) and len(slots) > 1:
+                one_by_one = [self._return(terms, [slot], timeout_s) for slot in slots]
+                return all(one_by_one)
+            gone = isinstance(e, errors.InvalidArgument | errors.Unavailable) or not self.is_now(terms.key)
+            if terms.written and not gone:
+                log.debug("slots of device %s are given back later: %s", terms.key[0], e)
+                return False
+            log.debug("slots of device %s were not given back, and are the daemon's: %s", terms.key[0], e)
         if terms.written:
             self.holdings.no_longer(terms, slots)
+        return True
 
     def tell_closed(self, timeout_s: float) -> None:
         """Which segments this process has closed. Raises like any call, and tells it the next time."""
@@ -472,29 +229,3 @@ class DeviceSession(Session):
         elif self._leaving:  # to say that nothing is mapped any more would not be true
             self._abandoned = True
             self.die("it was left; what could not be closed is the daemon's again when this process has ended")
-
-
-def close_segment(holdings: Holdings, key: Key, segment: int, mapping: Mapping) -> None:
-    """Closes what nobody uses any more; may block for long. `closed` has it then, if it is closed.
-
-    Else the daemon would free what may still be mapped: after DeviceTimeout it is tried again, or it is given up.
-    """
-    place, then = (key, segment), holdings.given_up.add
-    try:
-        mapping.close()
-        then = holdings.closed.append
-    except DeviceTimeout as e:
-        log.warning("a segment of device %s is not closed yet, and is tried again: %s", key[0], e)
-        then = partial(_open_again, holdings, mapping)
-    except Exception as e:  # noqa: BLE001  whatever a driver's binding raises, it is no success
-        log.warning("a segment of device %s is given up, not closed: %s: %s", key[0], type(e).__name__, e)
-    finally:
-        with holdings.lock:
-            then(place)
-            holdings.closing.discard(place)
-    holdings.wake()
-
-
-def _open_again(holdings: Holdings, mapping: Mapping, place: tuple[Key, int]) -> None:
-    holdings.opened.setdefault(place[0], {})[place[1]] = mapping
-    holdings.wanted_back.add(place)

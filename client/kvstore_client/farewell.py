@@ -17,6 +17,7 @@ import atexit
 import logging
 import threading
 import time
+from itertools import chain
 
 from kvstore_client.session import Session, sessions
 from kvstore_client.waiting import locked
@@ -103,6 +104,6 @@ def unmap_unused(session: Session) -> None:
     """
     assert session.dead, "reads of a live session rely on its mappings"
     with locked(session.lock, session.timeout_s):
-        used = {slot >> 32 for slots in (*session.holds.values(), session.writing) for slot in slots}
+        used = {slot >> 32 for slot in chain(session.writing, *session.holds.values())}
         session.mappings = {number: mapping for number, mapping in session.mappings.items() if number in used}
         session.to_populate.clear()

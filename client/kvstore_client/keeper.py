@@ -186,7 +186,7 @@ class Keeper:
 
     def tell(self, session: Session) -> None:
         """Says what was done until now; namespaces that this session has not opened yet are opened for it."""
-        for digest in self.reads.namespaces() - session.namespaces.keys():
+        for digest in self.reads.namespaces() - session.namespaces.good().keys():
             try:
                 self.opened(session, self.known[digest])
             except Unavailable:

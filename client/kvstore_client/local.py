@@ -6,6 +6,7 @@
 Sessions come and go (keeper.py); each call captures one and uses only that.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -31,6 +32,8 @@ from kvstored.v1.errors import (
     ResourceExhausted,
     Unavailable,
 )
+
+log = logging.getLogger("kvstore_client")
 
 COMMIT_BLOCKS = 64
 """Blocks that slots are taken for together: what one Reserve may ask for."""
@@ -68,7 +71,7 @@ class LocalTransport(LocalReads):
         return False
 
     def open(self, ns: Identity, ahead: bool) -> None:
-        """Makes a namespace known; `ahead`: opens it too, if the daemon is there."""
+        """Makes a namespace known; `ahead`: opens it too, if the daemon is there and has room for one more."""
         self._keeper.known[ns.digest] = ns
         session = self._now() if ahead else None
         if session is not None:
@@ -76,6 +79,8 @@ class LocalTransport(LocalReads):
                 self._opened(session, ns)
             except Unavailable:
                 self._keeper.wake()
+            except ResourceExhausted as e:
+                log.warning("%s: nothing of this one is stored until there is room", e)
 
     # -- writing
 
@@ -152,9 +157,8 @@ class LocalTransport(LocalReads):
         """Stores what it finds slots for: what the daemon answered, why it stopped, what it did not get to."""
         slots: list[int] = []
         try:
-            slots = session.take_granted(ns.block_bytes, len(part))
-            if len(slots) < len(part):
-                slots = self._reserve_more(session, opened, slots, len(part))
+            session.take_granted(ns.block_bytes, len(part), slots)
+            reserve_more(session, opened, slots, len(part))
             part, left = part[: len(slots)], part[len(slots) :]
             session.attach(slot >> 32 for slot in slots)
 
@@ -179,16 +183,6 @@ class LocalTransport(LocalReads):
             raise
         return replies, None, left
 
-    @staticmethod
-    def _reserve_more(session: Session, opened: pb.OpenNamespaceReply, slots: list[int], wanted: int) -> list[int]:
-        """Asks for what the grants did not cover; some slots are enough to go on with."""
-        try:
-            return slots + session.reserve(opened.namespace_id, min(wanted - len(slots), opened.reserve_max))
-        except ResourceExhausted:
-            if not slots:
-                raise
-            return slots
-
     def reserve(self, ns: Identity, count: int) -> Slots:
         self._now()
         session = self._keeper.connect()
@@ -196,16 +190,15 @@ class LocalTransport(LocalReads):
         slots: list[int] = []
         try:
             while len(slots) < count:
-                slots += session.reserve(opened.namespace_id, min(count - len(slots), opened.reserve_max))
+                session.reserve(opened.namespace_id, min(count - len(slots), opened.reserve_max), slots)
             session.attach(dict.fromkeys(map(shm.ref_segment, slots)))
+            views = [
+                held_views(session, own, opened.slot_bytes, ns.block_bytes, session.write_hold(own), writable=True)[0]
+                for own in ([slot] for slot in slots)
+            ]
         except BaseException:
             session.give_up(slots)
             raise
-        uncommitted = [[slot] for slot in slots]
-        views = [
-            held_views(session, own, opened.slot_bytes, ns.block_bytes, session.write_hold(own), writable=True)[0]
-            for slot, own in zip(slots, uncommitted, strict=True)
-        ]
 
         def commit(keys: Sequence[bytes], start: int, hint: Hint | None, durable: bool) -> PutResult:
             part = list(range(start, len(keys)))
@@ -219,9 +212,6 @@ class LocalTransport(LocalReads):
                 if saving is not None:
                     saving.answered(replies, len(some))
                 results += [result for reply in replies for result in reply.results]
-                for own, result in zip(uncommitted[at:], results[at:], strict=False):
-                    if result == pb.STORED:
-                        own.clear()
             stored, existing = results.count(pb.STORED), results.count(pb.EXISTS)
             there = [keys[i] for i, result in zip(part, results, strict=True) if result != pb.REJECTED]
             error = saving.wait(opened.namespace_id, there) if saving is not None else None
@@ -305,6 +295,16 @@ class LocalTransport(LocalReads):
     def device_state(self) -> dict[str, Any]:
         """What this process does with devices; empty where it has not used one."""
         return self._pools.state() if self._pools is not None else {}
+
+
+def reserve_more(session: Session, opened: pb.OpenNamespaceReply, slots: list[int], wanted: int) -> None:
+    """Adds what was not granted ahead; some slots are enough to go on with."""
+    if len(slots) < wanted:
+        try:
+            session.reserve(opened.namespace_id, min(wanted - len(slots), opened.reserve_max), slots)
+        except ResourceExhausted:
+            if not slots:
+                raise
 
 
 def commit_request(

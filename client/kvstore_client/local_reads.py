@@ -278,7 +278,7 @@ class LocalReads:
         """What is in memory by one call; only where it ends before `keys` do is there more to ask."""
         until = time.monotonic() + timeout_s
         opened = self._opened(session, ns)
-        held = [self._hold(session, opened, keys, timeout_s)]
+        held = [self._hold(session, opened, keys, answer_s(session, until))]
         slots, tier, busy = list(held[0][0]), HOST, 0
         if len(slots) < len(keys):
             tier, busy = self._hold_below(session, ns, keys, slots, held, until)

@@ -9,11 +9,14 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from kvstore_client.asking import Asker
 from kvstored.v1.errors import InvalidArgument
 from kvstored_cuda.devices.device import Device, Event, Stream
 from kvstored_cuda.devices.errors import DeviceError, DeviceLost, IpcRefused
+from kvstored_cuda.devices.isolated import Isolated
 from kvstored_cuda.launching import stream_address
 
 log = logging.getLogger("kvstore_client")
@@ -26,17 +29,23 @@ FREE_MAX = 64
 
 
 class Mark:
-    """The end of what was enqueued on a stream when it was made."""
+    """The end of what was enqueued on a stream when it was made; a stream itself: of what is ever enqueued on it."""
 
-    __slots__ = ("_give_back", "_work", "handle")
+    __slots__ = ("_give_back", "_work", "asker", "handle")
 
-    def __init__(self, work: Event | Stream, handle: bytes = b"", give_back: Callable[[], None] | None = None) -> None:
-        """`handle`: of an event, for other processes; empty where there is none."""
-        self._work, self.handle = work, handle
+    def __init__(
+        self,
+        work: Event | Stream,
+        handle: bytes = b"",
+        give_back: Callable[[], None] | None = None,
+        asker: Asker | None = None,
+    ) -> None:
+        """`handle`: of an event, for other processes; empty where there is none. `asker`: who asks its device."""
+        self._work, self.handle, self.asker = work, handle, asker
         self._give_back = give_back
 
     def query(self) -> bool:
-        """Whether that has ended. Raises DeviceLost."""
+        """Whether that has ended. Raises DeviceLost. Enters the driver: `wait_for` and `Afterwards` have it asked."""
         return self._work.query()
 
     def over(self) -> None:
@@ -49,12 +58,16 @@ class Mark:
 class Marks:
     """Of one device. Thread-safe."""
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self, device: Device, isolated: Isolated, asker: Asker) -> None:
+        self._device, self._isolated, self.asker = device, isolated, asker
         self._free: deque[Event] = deque()
         self._closed = threading.Event()
         self.refused = ""
         """Why events are not to be had that other processes can open; "": they are."""
+
+    def of(self, stream: Stream) -> Mark:
+        """The end of all that is enqueued on the stream, now and from now on."""
+        return Mark(stream, asker=self.asker)
 
     def after(self, stream: Stream) -> Mark:
         """A mark behind all that is enqueued on the stream now. Raises DeviceLost.
@@ -66,16 +79,17 @@ class Marks:
         except DeviceLost:
             raise
         except DeviceError:
-            return Mark(stream)
+            return self.of(stream)
         try:
             event.record(stream)
         except DeviceLost:
             raise
         except DeviceError:
             self._give_back(event)
-            return Mark(stream)
+            return self.of(stream)
         handle = event.handle
-        return Mark(event, b"" if handle is None else handle.to_bytes(), lambda: self._give_back(event))
+        raw = b"" if handle is None else handle.to_bytes()
+        return Mark(event, raw, partial(self._give_back, event), self.asker)
 
     def _event(self) -> Event:
         try:
@@ -91,15 +105,21 @@ class Marks:
 
     def _give_back(self, event: Event) -> None:
         if self._closed.is_set() or len(self._free) >= FREE_MAX:
-            _close(event)
+            self._dispose([event])
         else:
             self._free.append(event)
 
     def close(self) -> None:
-        """Closes what is not in use; the rest as it comes back. Raises what the device says."""
+        """Closes what is not in use; the rest as it comes back. Waits for nothing."""
         self._closed.set()
+        free = []
         while self._free:
-            _close(self._free.pop())
+            free.append(self._free.pop())
+        if free:
+            self._dispose(free)
+
+    def _dispose(self, events: list[Event]) -> None:
+        self._isolated.dispose("closing events", partial(_close_all, events), owner=self._device.uuid)
 
 
 class Uses:
@@ -109,7 +129,7 @@ class Uses:
     """
 
     def __init__(self, marks: Marks, device: Device) -> None:
-        self._marks, self._device = marks, device
+        self._marks, self._device, self.asker = marks, device, marks.asker
         self._streams: dict[int, tuple[Stream, Any]] = {DEFAULT: (device.wrap_stream(DEFAULT), None)}
         """By pointer, with the caller's object, which would destroy the stream when it goes."""
 
@@ -153,8 +173,11 @@ def _current_of_cupy(ordinal: int) -> Any:
     return cupy.cuda.get_current_stream(ordinal) if cupy is not None else None
 
 
-def _close(event: Event) -> None:
-    try:
-        event.close()
-    except DeviceLost:
-        return  # it went with the device
+def _close_all(events: list[Event]) -> None:
+    for event in events:
+        try:
+            event.close()
+        except DeviceLost:
+            return  # they went with the device
+        except DeviceError as e:
+            log.warning("an event was not closed, and stays with this process: %s", e)

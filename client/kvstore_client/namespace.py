@@ -158,7 +158,7 @@ class Namespace:
         What is not in memory is brought there first; what has not come within `timeout_s`, or is
         more than may be held besides, is not held. Raises ResourceExhausted where what is there
         already is more than one session (a quarter of the memory) or all together (three
-        quarters) may hold.
+        quarters) may hold. The daemon has at least a quarter of the client's `timeout_s` to answer.
 
         `to="gpu:UUID"`: on that device, by its UUID as nvidia-smi prints it: a DeviceLease, with addresses, tensors
         and DLPack in place of views. Raises also NoDevice where this process sees no such device, IpcRefused or

@@ -14,12 +14,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvstore_client.device_session import DeviceHold
+from kvstore_client.holdings import DeviceHold
 from kvstore_client.lease import Lease
 from kvstore_client.loads import BYTES_PER_S, PART_SHARE
 from kvstore_client.local import LocalTransport
 from kvstore_client.local_reads import LEASE_BLOCKS
-from kvstore_client.marks import Mark
 from kvstore_client.paged import BUS_MULTIPROCESSORS
 from kvstore_client.paged_blocks import PagedBlocks
 from kvstore_client.pools import Pools
@@ -104,7 +103,8 @@ class PagedGet:
     def _scatter(self, at: int, addresses: Sequence[int], busy: int | None, *keep: object) -> None:
         """Enqueues copies to the pages from `at` on; `keep` lives as long as they run."""
         stream, pages = self._out.stream, self._out.pages[at : at + len(addresses)]
-        copies = UnderWay(self._pools.afterwards, stream, *keep)  # first: whatever is raised, they are kept
+        # First: whatever is raised from here on, they are kept.
+        copies = UnderWay(self._pools.afterwards, self._marks.of(stream), *keep)
         self._kv.copies.scatter(
             pages,
             addresses,
@@ -202,7 +202,7 @@ class PagedGet:
 
     def _scatter_half(self, staging: Staging, half: Half, at: int, blocks: int) -> None:
         size, stream = self._ns.block_bytes, self._out.stream
-        half.mark = Mark(stream)
+        half.mark = self._marks.of(stream)
         try:
             staging.to_device(half, blocks * size, stream, self._until)
             self._scatter(at, [half.address + i * size for i in range(blocks)], BUS_MULTIPROCESSORS)

@@ -13,10 +13,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from kvstore_client.afterwards import wait_for
-from kvstore_client.device_session import DeviceCommit, DeviceHold
+from kvstore_client.afterwards import too_late, wait_for
+from kvstore_client.device_commits import DeviceCommit
+from kvstore_client.holdings import DeviceHold
 from kvstore_client.lease import Hold
-from kvstore_client.local import COMMIT_BLOCKS, LocalTransport, commit_request
+from kvstore_client.local import COMMIT_BLOCKS, LocalTransport, commit_request, reserve_more
 from kvstore_client.marks import Mark
 from kvstore_client.paged import BUS_MULTIPROCESSORS
 from kvstore_client.paged_blocks import PagedBlocks
@@ -143,7 +144,8 @@ class PagedPut:
                 hold = None  # it ends here, whoever keeps the error and with it this frame
                 log.debug("blocks go to shared memory, not to device %s: %s", self._device.uuid, e)
                 break
-            hold.release_after(Mark(self._blocks.stream))  # first: whatever is raised from here on, it ends behind them
+            # First: whatever is raised from here on, it ends behind the copies.
+            hold.release_after(self._marks.of(self._blocks.stream))
             self._gather(part, addresses, None)
             mark = self._marks.after(self._blocks.stream)
             hold.release_after(mark)
@@ -154,7 +156,7 @@ class PagedPut:
                 log.debug("blocks go to shared memory, not to device %s: %s", self._device.uuid, e)
                 break
             if commit is None:
-                self._error = DeadlineExceeded(LATE)
+                self._error = too_late(mark, LATE)
                 return []
             hold.release_after(None)
             mark.over()
@@ -174,7 +176,7 @@ class PagedPut:
             return None
         commit = pool.commit(request, b"" if done else mark.handle, hold, self._until)
         try:
-            in_time = wait_for(mark, self._until)
+            in_time = done or wait_for(mark, self._until)
         except BaseException:
             pool.later(commit)
             raise
@@ -200,9 +202,10 @@ class PagedPut:
         opened = self._transport.opened(session, self._ns)
         while todo:
             part = todo[:COMMIT_BLOCKS]
-            slots = session.take_granted(self._ns.block_bytes, len(part))
+            slots: list[int] = []
             hold = session.write_hold(slots)
-            self._reserve_more(session, opened, slots, len(part))
+            session.take_granted(self._ns.block_bytes, len(part), slots)
+            reserve_more(session, opened, slots, len(part))
             session.attach(slot >> 32 for slot in slots)
             uses = self._uses(session, slots)
             if uses is None:
@@ -212,16 +215,6 @@ class PagedPut:
                 return []
             todo = todo[len(part) :]
         return todo
-
-    @staticmethod
-    def _reserve_more(session: Session, opened: pb.OpenNamespaceReply, slots: list[int], wanted: int) -> None:
-        """Adds what was not granted ahead; some slots are enough to go on with."""
-        if len(slots) < wanted:
-            try:
-                slots += session.reserve(opened.namespace_id, min(wanted - len(slots), opened.reserve_max))
-            except ResourceExhausted:
-                if not slots:
-                    raise
 
     def _uses(self, session: Session, slots: list[int]) -> list[SlabUse] | None:
         uses = []
@@ -243,12 +236,12 @@ class PagedPut:
     ) -> bool:
         """Fills slots of shared memory and commits them; whether to go on."""
         addresses = [session.mappings[slot >> 32].address + (slot & 0xFFFFFFFF) * opened.slot_bytes for slot in slots]
-        copies = UnderWay(self._pools.afterwards, self._blocks.stream, *keep)
+        copies = UnderWay(self._pools.afterwards, self._marks.of(self._blocks.stream), *keep)
         self._gather(part, addresses, BUS_MULTIPROCESSORS)
         copies.mark = self._marks.after(self._blocks.stream)
         if not wait_for(copies.mark, self._until):
             copies.leave()
-            self._error = DeadlineExceeded(LATE)
+            self._error = too_late(copies.mark, LATE)
             return False
         copies.over()
         want = min(opened.grant_max, len(part))
@@ -282,7 +275,7 @@ class PagedPut:
         """Enqueues copies to a half of the buffer."""
         size, stream = self._ns.block_bytes, self._blocks.stream
         addresses = [half.address + i * size for i in range(len(part))]
-        half.mark = Mark(stream)
+        half.mark = self._marks.of(stream)
         try:
             self._gather(part, addresses, BUS_MULTIPROCESSORS)
             staging.to_host(half, len(part) * size, stream, self._until)
@@ -294,8 +287,9 @@ class PagedPut:
 
     def _put_half(self, half: Half, part: list[int]) -> bool:
         """Puts what was copied there; whether to go on."""
-        if half.mark is None or not wait_for(half.mark, self._until):
-            self._error = DeadlineExceeded(LATE)
+        assert half.mark is not None, "a half is put that was not filled"
+        if not wait_for(half.mark, self._until):
+            self._error = too_late(half.mark, LATE)
             return False
         keys, size = self._keys[: part[-1] + 1], self._ns.block_bytes
         views = [half.host[i * size : (i + 1) * size] for i in range(len(part))]

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvstore_client import devices
-from kvstore_client.device_session import DeviceCommit, DeviceHold, DeviceSession, Holdings, Key
+from kvstore_client.device_commits import DeviceCommit
+from kvstore_client.device_session import DeviceSession
+from kvstore_client.holdings import DeviceHold, Holdings, Key
 from kvstore_client.loads import TURN_MS, answer_s
 from kvstore_client.stream import close_all
 from kvstore_client.transport import Identity
@@ -38,12 +40,6 @@ MEANS = (IpcRefused, OtherDriver, DeviceLost)
 """Errors after which nothing of that device can be opened here for a while."""
 
 
-def is_now(session: DeviceSession, key: Key) -> bool:
-    """Whether that is the memory that the device has, as far as the session was told."""
-    found = session.devices.get(key[0])
-    return found is not None and found.generation == key[1] and not found.trouble
-
-
 class Pool:
     """The daemon's memory on one device, for one call: one session, one generation. Raises as calls of a session do."""
 
@@ -66,7 +62,7 @@ class Pool:
             return call()
         except FailedPrecondition as e:
             self.session.ask_devices(self.session.timeout_s, time.monotonic())
-            if is_now(self.session, self.key):
+            if self.session.is_now(self.key):
                 raise
             raise Unavailable(f"device {self.key[0]} has lost its memory meanwhile: {e}") from e
         except Unavailable:

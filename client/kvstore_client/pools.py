@@ -21,10 +21,11 @@ from typing import Any
 
 from kvstore_client import devices
 from kvstore_client.afterwards import Afterwards
-from kvstore_client.device_session import DeviceSession, Holdings, close_segment
+from kvstore_client.device_session import DeviceSession
+from kvstore_client.holdings import Holdings, close_segment
 from kvstore_client.keeper import Keeper
 from kvstore_client.marks import Marks
-from kvstore_client.pool import Pool, is_now
+from kvstore_client.pool import Pool
 from kvstore_client.session import Session
 from kvstore_client.slab_locks import SlabLocks
 from kvstore_client.staging import Staging
@@ -154,7 +155,13 @@ class Pools:
         if found is None or found[0] is not device:
             with self._making:
                 isolated = devices.isolated()
-                found = (device, Marks(device), SlabLocks(device, isolated), Staging(device, isolated, self.afterwards))
+                asker = self.afterwards.asker(device.uuid)
+                found = (
+                    device,
+                    Marks(device, isolated, asker),
+                    SlabLocks(device, isolated),
+                    Staging(device, isolated, self.afterwards, asker),
+                )
                 found = self._of_device.setdefault(device.uuid, found)
             self._follow()
         return found
@@ -176,7 +183,12 @@ class Pools:
             "segments_open": sum(map(len, held.opened.values())) if held is not None else 0,
             "kept_for_copies": len(self.afterwards),
             "devices": {
-                uuid: {**locks.state(), "staged_blocks": staging.used, "events_refused": marks.refused}
+                uuid: {
+                    **locks.state(),
+                    "staged_blocks": staging.used,
+                    "events_refused": marks.refused,
+                    "queries_hanging": marks.asker.hanging,
+                }
                 for uuid, (_, marks, locks, staging) in list(self._of_device.items())
             },
             "native_calls_running": isolated.running,
@@ -265,6 +277,7 @@ class Pools:
                 return
 
     def _tick(self) -> None:
+        self.afterwards.look()
         session = self._session
         if session is not None and (session.forked or session.dead or session.hung_up()):
             session = self._again(session)
@@ -318,7 +331,7 @@ class Pools:
         """Closes segments that are not used: of a session that lives those that the daemon wants back, else all."""
         with held.lock:
             for key in list(held.opened):
-                everything = session is None or self._closed or not is_now(session, key)
+                everything = session is None or self._closed or not session.is_now(key)
                 used = held.segments_in_use(key)
                 for segment in list(held.opened[key]):
                     if segment in used or not (everything or (key, segment) in held.wanted_back):

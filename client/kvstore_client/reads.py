@@ -12,7 +12,8 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from kvstore_client.waiting import acquired
 from kvstored.v1 import KEYS_MAX
@@ -66,6 +67,12 @@ class Sum:
         )
 
 
+class Named(Protocol):
+    """What namespaces were answered when they were opened, by digest: a dict, or Numbers."""
+
+    def get(self, digest: bytes, /) -> pb.OpenNamespaceReply | None: ...
+
+
 class Reads:
     """Calls and uses that the daemon is to hear of."""
 
@@ -95,7 +102,7 @@ class Reads:
         if len(notes) > NOTES_MAX:
             self._add_up()
 
-    def due(self, opened: Mapping[bytes, pb.OpenNamespaceReply], *, now: bool = False) -> list[pb.TouchRequest]:
+    def due(self, opened: Named, *, now: bool = False) -> list[pb.TouchRequest]:
         """What to tell, if there is something and it is time; it counts as told.
 
         `opened`: the namespaces that have a number for who is told, by digest. Calls in
@@ -134,7 +141,7 @@ class Reads:
         for conversation, keys in by_conversation.items():
             yield list(keys), pb.Hint(conversation=conversation) if conversation else None
 
-    def _reports(self, opened: Mapping[bytes, pb.OpenNamespaceReply], wait_s: float) -> list[pb.Report]:
+    def _reports(self, opened: Named, wait_s: float) -> list[pb.Report]:
         reports = []
         with self._added_up(wait_s) as mine:
             for key in list(self._sums) if mine else ():

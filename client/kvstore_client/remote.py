@@ -22,6 +22,7 @@ from kvstore_client import stats
 from kvstore_client.buffers import Bytes
 from kvstore_client.channel import Channel, Trust
 from kvstore_client.lease import Lease, Slots
+from kvstore_client.numbers import Numbers
 from kvstore_client.reads import HOST, Reads
 from kvstore_client.removals import LASTING_S, Removals
 from kvstore_client.results import TIER_NAMES, Copied, Health, Hint, Match, PutResult
@@ -88,7 +89,7 @@ class GrpcTransport:
         """Says Health once; a daemon that is away is no error here (it may come), another version is."""
         self._timeout_s = timeout_s
         self._read_only = read_only
-        self._namespaces: dict[bytes, Opened] = {}
+        self._namespaces: Numbers[Opened] = Numbers()
         self._epoch = ""
         """The life of the daemon that answered last."""
         self.reads = Reads(TOUCH_EVERY_S)
@@ -126,6 +127,8 @@ class GrpcTransport:
             self._opened(ns)
         except (Unavailable, DeadlineExceeded) as e:
             log.debug("opened at first use: %s", e)
+        except ResourceExhausted as e:
+            log.warning("%s: nothing of this one is stored until there is room", e)
 
     def _opened(self, ns: Identity) -> Opened:
         """The namespace's number, asked for at first use."""
@@ -449,7 +452,7 @@ class GrpcTransport:
             return
         opened = {
             digest: pb.OpenNamespaceReply(namespace_id=found.number)
-            for digest, found in list(self._namespaces.items())
+            for digest, found in self._namespaces.good().items()
             if found.epoch == epoch
         }
         for request in self.reads.due(opened, now=now):

@@ -25,9 +25,11 @@ from google.protobuf.message import DecodeError
 
 from kvstore_client.index import IndexReader
 from kvstore_client.lease import Hold
+from kvstore_client.numbers import Numbers
 from kvstore_client.reads import Reads
 from kvstore_client.stream import Stream, abort_frame, close_all, frame, release_frame, to_be_mapped
 from kvstore_client.waiting import acquired, locked, seconds_left
+from kvstore_client.writing import Owner, Writing
 from kvstored.mapping import Mapping
 from kvstored.v1 import DESCRIPTORS_MAX, FRAME_BYTES_MAX, PROTOCOL, errors
 from kvstored.v1 import kvstore_pb2 as pb
@@ -56,8 +58,7 @@ class Session:
         self.lock = threading.RLock()
         self.holds: dict[int, list[int]] = {}
         """Slots leased, by the number of their hold; guarded by the lock."""
-        self.writing: set[int] = set()
-        """Slots a put or a reservation is using; guarded by the lock."""
+        self.writing = Writing()
         self.grants: dict[int, list[int]] = {}
         """Slots granted ahead, by bytes of a block; guarded by the lock."""
         self.used_grants_at = 0.0
@@ -68,11 +69,11 @@ class Session:
         """Called when a segment was mapped: its page tables are to be made by somebody who has time."""
         self.reads = Reads(TOUCH_S)
         self.noticed = 0
-        self.namespaces: dict[bytes, pb.OpenNamespaceReply] = {}
+        self.namespaces: Numbers[pb.OpenNamespaceReply] = Numbers()
         self.index: IndexReader
         self.hello = pb.HelloReply()
         self.timeout_s = timeout_s
-        self._ended: deque[tuple[int, list[int]]] = deque()
+        self._ended: deque[tuple[int, Owner, list[int]]] = deque()
         self._forward: Session | None = None
         self._abandoned = False
         self._last_id = 0
@@ -103,8 +104,8 @@ class Session:
                 if self.hello.resumed:
                     # What the daemon did not carry over was stored by a commit whose answer never came. Whoever
                     # wrote it must not give it back: by then the slot may be granted again, also to this session.
-                    before.writing.intersection_update(self.hello.granted)
-                    self.holds, self.writing = before.holds, set(before.writing)
+                    before.writing.keep(self.hello.granted)
+                    self.holds, self.writing = before.holds, before.writing.copy()
                     before._forward = self
                 else:
                     before._abandoned = True
@@ -242,20 +243,18 @@ class Session:
 
     # -- slots to write to
 
-    def take_granted(self, block_bytes: int, count: int) -> list[int]:
-        """Up to `count` slots that were granted ahead; they count as being written to."""
+    def take_granted(self, block_bytes: int, count: int, owner: Owner) -> None:
+        """Adds up to `count` slots that were granted ahead; they count as being written to."""
         with locked(self.lock, self.timeout_s):
             self.used_grants_at = time.monotonic()
             ahead = self.grants.get(block_bytes)
-            if not ahead or self.dead:
-                return []
-            taken = ahead[-count:]
-            del ahead[-count:]
-            self.writing.update(taken)
-            return taken
+            if ahead and not self.dead:
+                taken = ahead[-count:]
+                del ahead[-count:]
+                self.writing.take(taken, owner)
 
-    def reserve(self, namespace_id: int, count: int) -> list[int]:
-        """Asks for slots; at least one, or the daemon's ResourceExhausted.
+    def reserve(self, namespace_id: int, count: int, owner: Owner) -> None:
+        """Asks for slots and adds them; at least one, or the daemon's ResourceExhausted.
 
         Where the daemon lacks memory that this process has granted ahead or mapped, that goes
         back first.
@@ -269,9 +268,7 @@ class Session:
                     if not left or not (self._recalled or self.unmapping):
                         raise
                 else:
-                    slots = list(reply.reserve.slots)
-                    self.writing.update(slots)
-                    return slots
+                    return self.writing.take(reply.reserve.slots, owner)
             self.sync()
         raise AssertionError("the last try answers or raises")
 
@@ -280,7 +277,7 @@ class Session:
 
         The daemon works on one step while the next is being written; all answers are read
         at the end. Slots not needed are granted ahead from then on, if `reuse`. Raises the
-        first error; `writing` then has the slots that were not stored.
+        first error; slots of steps that were not answered are still their owner's then.
         """
         if self._forward is not None:  # which has what this session held
             return self._forward.commit(steps, block_bytes, reuse=reuse)
@@ -307,20 +304,15 @@ class Session:
         return replies
 
     def _committed(self, reply: pb.CommitReply, slots: list[int], block_bytes: int, *, reuse: bool) -> None:
-        ahead = self.grants.setdefault(block_bytes, [])
-        for slot, result in zip(slots, reply.results, strict=True):
-            if result == pb.STORED:
-                self.writing.discard(slot)
-            elif reuse:
-                self.writing.discard(slot)
-                ahead.append(slot)
-        ahead.extend(reply.slots)
+        unused = [slot for slot, result in zip(slots, reply.results, strict=True) if result != pb.STORED]
+        self.writing.drop(slots if reuse else set(slots).difference(unused))
+        self.writing.drop(reply.slots)
+        self.grants.setdefault(block_bytes, []).extend([*unused, *reply.slots] if reuse else reply.slots)
 
-    def give_up(self, slots: list[int]) -> None:
-        """These slots will not be written to any more: Abort, now or when there is a session to say it on."""
-        slots = [slot for slot in slots if slot in self.writing]
-        if slots:
-            self._ended.append((WRITTEN, slots))
+    def give_up(self, owner: Owner) -> None:
+        """It will not write to its slots any more: Abort, now or when there is a session to say it on."""
+        if owner:
+            self._ended.append((WRITTEN, owner, list(owner)))
             self.tell()
 
     def return_idle_grants(self, idle_s: float) -> None:
@@ -350,13 +342,15 @@ class Session:
         return reply, hold
 
     def _release_later(self, number: int) -> None:
-        self._ended.append((number, []))
+        self._ended.append((number, [], []))
         self.tell()
 
-    def write_hold(self, slots: list[int]) -> Hold:
-        """A hold for slots being written to: given up when it ends. A commit empties the list."""
+    def write_hold(self, owner: Owner) -> Hold:
+        """A hold for slots being written to, which are this one's from now on: given up when it ends."""
         hold = Hold()
-        weakref.finalize(hold, self.give_up, slots).atexit = False
+        with locked(self.lock, self.timeout_s):
+            self.writing.pass_on(owner)
+        weakref.finalize(hold, self.give_up, owner).atexit = False
         return hold
 
     # -- telling the daemon what needs no answer
@@ -382,14 +376,13 @@ class Session:
         """With the lock held: ended holds go where they can be told from, or are settled here if nobody must know."""
         if self._forward is not None:
             while self._ended:
-                number, slots = self._ended.popleft()
+                number, owner, slots = self._ended.popleft()
                 if number == WRITTEN:
-                    slots = [slot for slot in slots if slot in self.writing]
-                    self.writing.difference_update(slots)
-                    if not slots:
-                        continue
-                # One by one: a commit whose answer never arrived may have taken some, and an abort is all or nothing.
-                self._forward._ended.extend([(number, [slot]) for slot in slots] or [(number, slots)])
+                    slots = self._settle(number, owner, slots)
+                    # One by one: a commit whose answer never came may have taken some, and an abort is all or nothing.
+                    self._forward._ended.extend([(number, owner, [slot]) for slot in slots])
+                else:
+                    self._forward._ended.append((number, owner, slots))
             self._forward.tell()
         elif self._abandoned:
             self._ended.clear()
@@ -397,20 +390,22 @@ class Session:
             while self._ended:
                 self._settle(*self._ended.popleft())
 
-    def _settle(self, number: int, slots: list[int]) -> list[int]:
-        """Forgets a hold, or slots that were written to; answers the slots."""
+    def _settle(self, number: int, owner: Owner, slots: list[int]) -> list[int]:
+        """Forgets a hold, or slots that its owner wrote to; answers those that go back."""
         if number != WRITTEN:
             return self.holds.pop(number)
-        self.writing.difference_update(slots)
+        slots = self.writing.of(owner, slots)
+        self.writing.drop(slots)
         return slots
 
     def _waiting_frames(self, *, touches: bool = False) -> bytes:
         """With the lock held: releases, aborts and, if due, touches as frames that want no reply."""
         frames = b""
         while self._ended:
-            number, slots = self._ended.popleft()
-            slots = self._settle(number, slots)
-            frames += abort_frame(slots) if number == WRITTEN else release_frame(slots)
+            number, owner, slots = self._ended.popleft()
+            slots = self._settle(number, owner, slots)
+            if slots:
+                frames += abort_frame(slots) if number == WRITTEN else release_frame(slots)
         for touch in self.reads.due(self.namespaces, now=touches):
             frames += frame(pb.Request(touch=touch))
         return frames

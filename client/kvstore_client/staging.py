@@ -1,8 +1,10 @@
 """The way round by a buffer, for blocks that a device cannot copy from or to where they lie.
 
 Two halves take turns: while kernels use one, the processor fills or empties the other. A half is touched again only
-when the mark behind its last copies has come. Its memory is page-locked, so that kernels read and write it themselves;
-where not even that is to be had, kernels use memory of the device, which the driver copies from and to the host.
+when the mark behind its last copies has come; while the driver does not say whether it has, one call waits for that
+until its deadline, and those after it have no buffer. Its memory is page-locked, so that kernels read and write it
+themselves; where not even that is to be had, kernels use memory of the device, which the driver copies from and to
+the host.
 """
 
 import ctypes
@@ -15,12 +17,13 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from kvstore_client.afterwards import Afterwards, wait_for
+from kvstore_client.afterwards import Afterwards, too_late, wait_for
+from kvstore_client.asking import Asker
 from kvstore_client.buffers import Bytes
 from kvstore_client.marks import Mark
 from kvstored.v1.errors import DeadlineExceeded
 from kvstored_cuda.devices.device import Allocation, Device, Direction, Stream
-from kvstored_cuda.devices.errors import PageLockRefused, TooManyCalls
+from kvstored_cuda.devices.errors import DeviceTimeout, PageLockRefused, TooManyCalls
 from kvstored_cuda.devices.isolated import Isolated
 
 HALF_BYTES = 32 << 20
@@ -28,14 +31,16 @@ HALF_BYTES = 32 << 20
 
 ALLOCATE_S = 10.0
 
+LATE = "copies through the staging buffer did not end in time"
+
 
 class _Returned(Mark):
     """The end of what a call enqueues that may still be under way when nobody waits for it any more."""
 
     __slots__ = ("_returned",)
 
-    def __init__(self, stream: Stream) -> None:
-        super().__init__(stream)
+    def __init__(self, stream: Stream, asker: Asker) -> None:
+        super().__init__(stream, asker=asker)
         self._returned = threading.Event()
 
     def returned(self) -> None:
@@ -88,14 +93,17 @@ class Half:
 class Staging:
     """Of one client and device."""
 
-    def __init__(self, device: Device, isolated: Isolated, afterwards: Afterwards) -> None:
+    def __init__(self, device: Device, isolated: Isolated, afterwards: Afterwards, asker: Asker) -> None:
         self._device = device
+        self._asker = asker
         self._isolated = isolated
         self._afterwards = afterwards
         self._turn = threading.Lock()
         self._halves: list[Half] = []
         self._half_bytes = 0
         self._next = 0
+        self._silent: Mark | None = None
+        """One that the driver has not said anything of, for as long as a call may take."""
         self._closed = False
         self.used = 0
         """Blocks that went through it."""
@@ -116,8 +124,8 @@ class Staging:
 
     def _grow(self, half_bytes: int, until: float) -> None:
         for half in self._halves:
-            if half.mark is not None and not wait_for(half.mark, until):
-                raise DeadlineExceeded("copies through the staging buffer did not end in time")
+            if half.mark is not None:
+                self._wait_for(half.mark, until)
         self.give_up()
 
         def make() -> list[Half]:
@@ -136,12 +144,20 @@ class Staging:
         """The next one, which no copy uses any more. Within `turn`. Raises DeadlineExceeded."""
         half = self._halves[self._next]
         if half.mark is not None:
-            if not wait_for(half.mark, until):
-                raise DeadlineExceeded("copies through the staging buffer did not end in time")
+            self._wait_for(half.mark, until)
             half.mark.over()
             half.mark = None
         self._next = 1 - self._next
         return half
+
+    def _wait_for(self, mark: Mark, until: float) -> None:
+        """Raises DeadlineExceeded: DeviceTimeout where the driver is silent, at once where it was silent before."""
+        until = time.monotonic() if mark is self._silent and self._asker.slow else until
+        if not wait_for(mark, until):
+            error = too_late(mark, LATE)
+            self._silent = mark if isinstance(error, DeviceTimeout) else None
+            raise error
+        self._silent = None
 
     def to_host(self, half: Half, size_bytes: int, stream: Stream, until: float) -> None:
         """As the half's, in time. Raises DeviceTimeout, TooManyCalls, or what the device says."""
@@ -162,7 +178,7 @@ class Staging:
         stream: Stream,
         until: float,
     ) -> None:
-        half.mark = mark = _Returned(stream)
+        half.mark = mark = _Returned(stream, self._asker)
 
         def work() -> None:
             try:

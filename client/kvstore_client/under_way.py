@@ -1,13 +1,12 @@
 """Copies that are being enqueued, and what must outlive them, whatever exception comes between two lines.
 
-Made before the copies are enqueued: its mark is the stream then, so that it is never without one. `mark` may be an
-event, once there is one behind them. Whoever has seen them end says so (`over`); in all other cases, also where it only
-goes out of scope, `Afterwards` keeps the things until the mark has come.
+Made before the copies are enqueued: its mark is of the stream then (`Marks.of`), so that it is never without one, and
+may be an event once there is one behind them. Whoever has seen them end says so (`over`); in all other cases, also
+where it only goes out of scope, `Afterwards` keeps the things until the mark has come.
 """
 
 from kvstore_client.afterwards import Afterwards
 from kvstore_client.marks import Mark
-from kvstored_cuda.devices.device import Stream
 
 
 class UnderWay:
@@ -15,9 +14,9 @@ class UnderWay:
 
     __slots__ = ("_afterwards", "_things", "mark")
 
-    def __init__(self, afterwards: Afterwards, stream: Stream, *things: object) -> None:
+    def __init__(self, afterwards: Afterwards, mark: Mark, *things: object) -> None:
         self._afterwards = afterwards
-        self.mark = Mark(stream)
+        self.mark = mark
         self._things: tuple[object, ...] | None = things
 
     def over(self) -> None:

@@ -50,6 +50,8 @@ class Namespace:
     blocks: int = 0
     pinned: int = 0
     """Of those blocks."""
+    used: float = 0.0
+    """When its number was last used, as the store knows the time."""
 
 
 @dataclass(eq=False, slots=True, repr=False)

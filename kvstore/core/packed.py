@@ -42,7 +42,8 @@ class Packed:
     def __init__(self, disk: Store, carrier: Carrier, limit_bytes: int, block_bytes_max: int) -> None:
         """`limit_bytes`: for all blocks, 0 where slots are what they take. No larger block than `block_bytes_max`."""
         self.counts = bool(limit_bytes)
-        self.limit_bytes = limit_bytes
+        self.limit_bytes = self.most_bytes = limit_bytes
+        """What there is room for now, as others leave some on the disk; and what there may ever be."""
         self.bytes = 0
         """Of all blocks that are there."""
         self.may_begin: float = INFINITY
@@ -53,6 +54,8 @@ class Packed:
         """Of slots, ever."""
         self._slot_bytes = 0
         """Of the slots that the blocks of `bytes` have."""
+        self._evicted_bytes = 0
+        """Of blocks that went for a write which has no slot yet: as much does not go for it again."""
         self._disk = disk
         self._carrier = carrier
         self.block_bytes_max = block_bytes_max
@@ -90,6 +93,7 @@ class Packed:
             self.waits = True
             return None
         if ref is not None:
+            self._evicted_bytes = 0
             self._coming[ref] = slot_bytes
             self._coming_bytes += slot_bytes
             self.begun_bytes += slot_bytes
@@ -120,15 +124,19 @@ class Packed:
         False where that is not enough, or (`waits`) not yet.
         """
         shrink = self.bytes / self._slot_bytes if self._slot_bytes else 1.0
-        room = self.limit_bytes - int((self._coming_bytes + slot_bytes) * shrink)
+        coming, needed = int(self._coming_bytes * shrink), int(slot_bytes * shrink)
+        before = self.bytes + self._evicted_bytes
+        # Where others have taken the room, what is there stays, and only as much goes as comes.
+        left = max(self.limit_bytes - coming - needed, min(before, self.most_bytes - coming) - needed)
         for _ in range(EVICT_MAX):
-            if self.bytes <= room:
+            if self.bytes <= left:
                 return True
             row = self._coldest(tenant)
             if row == NONE:
                 self.waits = bool(self._coming)
                 return False
             self._disk.evict(row)
+            self._evicted_bytes = before - self.bytes
         self.waits = True
         return False
 

@@ -18,10 +18,10 @@ from kvstore.core.ledger import GRANT, LEASE, NO_LEDGER, UNGRANT, UNLEASE, Ledge
 from kvstore.core.moves import Watcher
 from kvstore.core.room import Room
 from kvstore.core.segments import PAGE_BYTES, Job, Pool, SegmentTable, pages
+from kvstore.core.spaces import Spaces
 from kvstore.core.tree import IndexPort, PrefixTree
-from kvstored.v1 import KEY_BYTES
 from kvstored.v1 import kvstore_pb2 as pb
-from kvstored.v1.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from kvstored.v1.errors import InvalidArgument, ResourceExhausted
 
 EXPIRE_STEP = 256
 """Ends of pins and lives looked at in one call of `expire`: about a millisecond."""
@@ -44,6 +44,7 @@ class Store:
         self.room = Room(self.table, self.segments, self.policy, self.evict)
         self.tenants: dict[str, Tenant] = {}
         self.namespaces: list[Namespace] = []
+        self.spaces = Spaces(self)
         self.sessions: dict[int, Session] = {}
         self.counts = Counts()
         self.conversations = Conversations(self.counts, self.table.forget_conversations)
@@ -68,48 +69,11 @@ class Store:
         self, tenant: Tenant, digest: bytes, block_bytes: int, label: str, block_tokens: int = 0
     ) -> Namespace:
         """The namespace of that digest; a second opener must mean the same block size, and as many tokens if any."""
-        if len(digest) != KEY_BYTES:
-            raise InvalidArgument(f"a namespace digest is {KEY_BYTES} bytes, not {len(digest)}")
-        found = tenant.namespaces.get(digest)
-        if found is not None:
-            if found.block_bytes != block_bytes:
-                raise FailedPrecondition(
-                    f"namespace {digest.hex()[:12]} ({found.label}) has blocks of {found.block_bytes} bytes, "
-                    f"not {block_bytes}"
-                )
-            if block_tokens and found.block_tokens not in (0, block_tokens):
-                raise FailedPrecondition(
-                    f"namespace {digest.hex()[:12]} ({found.label}) has blocks of {found.block_tokens} tokens, "
-                    f"not {block_tokens}"
-                )
-            if block_tokens and not found.block_tokens:
-                found.block_tokens = block_tokens
-                self.ledger.namespace(found)
-            return found
-        largest = self.segments.size_bytes // self.segments.page_bytes * self.segments.page_bytes
-        if not 1 <= block_bytes <= min(largest, 0xFFFFFFFF):
-            raise InvalidArgument(
-                f"block_bytes {block_bytes} is not between 1 and {min(largest, 0xFFFFFFFF)} "
-                "(host.size in whole pages, and below 4 GiB)"
-            )
-        if len(self.namespaces) >= holds.NAMESPACES_MAX:
-            raise ResourceExhausted(f"{holds.NAMESPACES_MAX} namespaces exist already")
-        found = Namespace(len(self.namespaces) + 1, tenant, digest, block_bytes, label, block_tokens)
-        self.ledger.namespace(found)
-        self.namespaces.append(found)
-        tenant.namespaces[digest] = found
-        return found
+        return self.spaces.open(tenant, digest, block_bytes, label, block_tokens)
 
     def namespace(self, tenant: Tenant, number: int) -> Namespace:
         """The namespace that a message names by its number."""
-        if 1 <= number <= len(self.namespaces):
-            found = self.namespaces[number - 1]
-            if found.tenant is tenant:
-                return found
-        raise FailedPrecondition(
-            f"namespace {number} is not one that tenant {tenant.name!r} has opened since this daemon started; "
-            "open it first (OpenNamespace)"
-        )
+        return self.spaces.by_number(tenant, number)
 
     def open_session(
         self,
@@ -406,6 +370,7 @@ class Store:
 
     def expire(self, now: float) -> bool:
         """Ends pins, lives and remote reservations that are due, and what calls left for later; True if more is."""
+        self.spaces.now = now
         for session in self.sessions.values():
             if not session.local and session.granted and not session.ended:
                 late = [ref for ref, at in session.granted.items() if at <= now]

@@ -78,6 +78,10 @@ class Joined:
         self.disk_tenants[memory.tenant.id], self.memory_tenants[disk.tenant.id] = disk.tenant, memory.tenant
         self.host_tenants[memory.tenant.id] = memory.tenant
 
+    def keeps(self, memory: Namespace) -> bool:
+        """Whether another tier has that namespace, or has had it since the daemon started."""
+        return memory.id in self.disk_of or any(memory.id in side.device_of for side in self.devices)
+
     def disk_row(self, tenant: int, key: bytes) -> int:
         """The row of the SSD's copy; NONE where there is none."""
         found = self.disk_tenants.get(tenant)

@@ -398,6 +398,8 @@ def touch(node: Node, tenant: Tenant, request: pb.TouchRequest) -> pb.TouchReply
     conversation = hinted(request.hint)[0] if request.HasField("hint") else ""
     if request.reports:
         node.figures.told(tenant, node.store.namespaces, request.reports)
+        for report in request.reports:
+            node.store.namespace(tenant, report.namespace_id)  # which is a use of the number
     used(node, tenant, keys, conversation)
     served(node, tenant, request.hint)
     return pb.TouchReply()

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -10,12 +10,18 @@ from kvstore import logs
 from kvstore.core.counts import COUNT_MAX
 from kvstore.core.holds import Namespace, Session
 from kvstore.core.segments import Pool
+from kvstore.core.spaces import NOBODY
 from kvstore.core.store import Store
 from kvstore.server.calls import Node
 from kvstored.v1 import kvstore_pb2 as pb
 
 NAMESPACES_SHOWN = 256
 """The newest; there may be 65,536."""
+
+
+def shown(namespaces: Sequence[Namespace]) -> list[Namespace]:
+    """The newest, but those whose number was given up."""
+    return list(islice((space for space in reversed(namespaces) if space.tenant is not NOBODY), NAMESPACES_SHOWN))[::-1]
 
 
 def rss_anon_bytes() -> int:
@@ -151,7 +157,7 @@ def build(
         ),
         indexes=list(index_stats(node)),
         loops=list(loops),
-        namespaces=[namespace_stats(node, namespace) for namespace in store.namespaces[-NAMESPACES_SHOWN:]],
+        namespaces=[namespace_stats(node, namespace) for namespace in shown(store.namespaces)],
         operations=list(node.figures.operation_stats()),
         calls=list(node.figures.call_stats()),
         ssd=node.ssd.stats() if node.ssd is not None else None,

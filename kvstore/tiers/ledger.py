@@ -32,6 +32,7 @@ from kvstore.core.ledger import GRANT, LEASE
 from kvstore.core.segments import PAGE_BYTES
 from kvstore.logs import logger
 from kvstored.mapping import Mapping
+from kvstored.v1 import KEY_BYTES
 from kvstored.v1.errors import ResourceExhausted
 
 log = logger("kvstored.ledger")
@@ -63,6 +64,7 @@ NAMESPACES_FIRST_BYTES = 64 * PAGE_BYTES
 
 NAMESPACE = struct.Struct("<QQQ32sI256s")
 """Tokens of a block (which may come later), tenant, bytes of a block, digest, length of the label, label."""
+AT_DIGEST = 32
 
 SESSION_BYTES = 256
 SESSION = struct.Struct("<QQQQIII128s")
@@ -233,6 +235,7 @@ class Ledger:
         self.numbers[at >> 3] = SET
 
     def namespace(self, namespace: Namespace) -> None:
+        """A number may be another's by now: what it was of had no blocks, so half of each, after a kill, is nothing."""
         at = NAMESPACES_AT + (namespace.id - 1) * NAMESPACE_BYTES
         end = -(-(at + NAMESPACE_BYTES) // PAGE_BYTES) * PAGE_BYTES
         if end > self._ready_to:
@@ -242,20 +245,12 @@ class Ledger:
                 self._refuse(self._ready_to, end - self._ready_to, e)
                 raise ResourceExhausted(f"a further namespace cannot be written down: {e.strerror}") from e
             self._ready_to = end
-        if self.numbers[at >> 3]:
+        if self.numbers[at >> 3] and self.raw[at + AT_DIGEST : at + AT_DIGEST + KEY_BYTES] == namespace.digest:
             self.numbers[(at >> 3) + 1] = namespace.block_tokens
             return
         label = namespace.label.encode()
-        NAMESPACE.pack_into(
-            self.raw,
-            at + 8,
-            namespace.block_tokens,
-            namespace.tenant.id,
-            namespace.block_bytes,
-            namespace.digest,
-            len(label),
-            label,
-        )
+        numbers = namespace.block_tokens, namespace.tenant.id, namespace.block_bytes
+        NAMESPACE.pack_into(self.raw, at + 8, *numbers, namespace.digest, len(label), label)
         self.numbers[at >> 3] = SET
 
     # -- segments

@@ -9,12 +9,15 @@ from functools import partial
 from pathlib import Path
 
 from kvstore.cli.daemon import main
+from kvstore.core import movement
 from kvstore.moving import mover
 from kvstore.tiers.ssd.directory import SsdDirectory
 from kvstore.tiers.ssd.files import FileLayer
 from tests.conftest import RunningDaemon
 
 LOOK_S = 0.002
+SILENT_S = 60.0
+"""What hangs is the client's to wait for as long as it may: the daemon takes the disk for silent much later."""
 
 
 class HangingLayer(FileLayer):
@@ -57,6 +60,7 @@ class SlowDiskDaemon(RunningDaemon):
 
 
 if __name__ == "__main__":
+    movement.SILENT_S = SILENT_S
     layer = HangingLayer(Path(sys.argv.pop(1)))
     setattr(mover, "SsdDirectory", partial(SsdDirectory, layer=layer))  # noqa: B010 (no name that it exports)
     main()

@@ -90,7 +90,7 @@ from kvstore_client import Client
 from kvstore_client.remote import GrpcTransport
 groups = [int(group) for group in sys.argv[2:]]
 os.setgroups(groups); os.setgid(65534); os.setuid(65534)
-with Client(sys.argv[1], timeout_s=1.0) as client:
+with Client(sys.argv[1], timeout_s=3.0) as client:
     print(*client.health().problems)
 """
 

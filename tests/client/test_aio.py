@@ -21,7 +21,7 @@ from tests.conftest import RunningDaemon, eventually
 from tests.nodes import block, running, totals
 
 BLOCK = 64 << 10
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def endpoint(node: RunningDaemon, request: pytest.FixtureRequest) -> str:
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(_awaited(scenario), 60.0))
+    asyncio.run(asyncio.wait_for(_awaited(scenario), 120.0))
 
 
 async def _awaited(scenario: Callable[[], Awaitable[None]]) -> None:
@@ -152,7 +152,7 @@ def test_token_keys_are_those_of_the_synchronous_client(endpoint: str) -> None:
 
 def test_many_calls_at_once(endpoint: str) -> None:
     async def scenario() -> None:
-        async with aio.Client(endpoint) as client:
+        async with aio.Client(endpoint, timeout_s=20.0) as client:
             ns = await client.raw_namespace(f"many {endpoint}", BLOCK)
 
             async def one(i: int) -> bool:
@@ -308,7 +308,7 @@ def test_close_waits_for_calls_ends_the_threads_and_refuses_others(
     endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
-        before = threading.active_count()
+        before = set(threading.enumerate())
         client = aio.Client(endpoint)
         ns = await client.raw_namespace(f"close {endpoint}", BLOCK)
         keys, blocks = some(ns, 1)
@@ -325,10 +325,11 @@ def test_close_waits_for_calls_ends_the_threads_and_refuses_others(
         await closing
         assert await reading == blocks
         await client.close()
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvstore-aio")]
+        made = set(threading.enumerate()) - before
+        assert not [thread for thread in made if thread.name.startswith("kvstore-aio")]
         with pytest.raises(FailedPrecondition, match="the client is closed"):
             await client.health()
-        eventually(lambda: threading.active_count() <= before + 2, WAIT_S, "the threads to end")
+        eventually(lambda: threading.active_count() <= len(before) + 2, WAIT_S, "the threads to end")
 
     run(scenario)
 

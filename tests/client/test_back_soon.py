@@ -32,6 +32,6 @@ def test_one_that_does_not_answer_is_left_in_peace(tmp_path: Path) -> None:
         silent.listen(64)
         keeper = Keeper(str(tmp_path / "silent"), "", "default", 0.01, False)
         try:
-            assert pauses(keeper)[-1] == BACKOFF_MAX_S
+            assert BACKOFF_MAX_S in pauses(keeper)[-3:], "its own thread may have tried just before one of them"
         finally:
             keeper.close()

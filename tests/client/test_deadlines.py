@@ -18,7 +18,9 @@ pytestmark = pytest.mark.timeout(method="thread")
 """The usual way is SIGALRM, which these tests have for themselves."""
 
 TIMEOUT_S = 0.5
-SLACK_S = 1.0
+SLACK_S = 4.0
+"""For a busy machine: what has no limit takes 20 s and more here."""
+
 BLOCK = 4096
 
 

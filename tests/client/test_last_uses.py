@@ -50,7 +50,7 @@ def node() -> Iterator[RunningDaemon]:
 
 def run(node: RunningDaemon, program: str) -> float:
     began = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", program, node.endpoint], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", program, node.endpoint], capture_output=True, text=True, timeout=90)
     assert (done.returncode, done.stderr) == (0, "")
     return time.monotonic() - began
 
@@ -69,4 +69,4 @@ def test_reads_of_a_process_that_ends_without_close_are_counted(node: RunningDae
 
 
 def test_a_process_ends_in_time_and_without_a_word_while_a_thread_is_in_a_call(node: RunningDaemon) -> None:
-    assert run(node, IN_A_CALL) < 10
+    assert run(node, IN_A_CALL) < 45, "for ever, if it waited for that thread"

@@ -41,7 +41,7 @@ def ended(daemon: RunningDaemon, client: Client, ns: Namespace) -> Session:
     session = Session(str(daemon.socket), "idle", "default", 5.0, read_only=False)
     session.open(None, time.monotonic() + 5.0)
     number = session.call(pb.Request(open_namespace=ns._identity.opening())).open_namespace.namespace_id
-    session.writing.update(session.reserve(number, 2))
+    session.reserve(number, 2, [])
     (found,) = [s["id"] for s in client.stats()["sessions"] if s["client"] == "idle" and not s["ended"]]
     assert admin.end_session(client, found).found
     eventually(session._stream.hung_up, 5, "the daemon's end of the socket to be gone")
@@ -56,7 +56,7 @@ def commit(session: Session) -> list[pb.CommitReply]:
 
 CALLS: dict[str, Callable[[Session], object]] = {
     "call": lambda session: session.call(pb.Request(health=pb.HealthRequest())),
-    "reserve": lambda session: session.reserve(1, 1),
+    "reserve": lambda session: session.reserve(1, 1, []),
     "acquire": lambda session: session.acquire(pb.Request(acquire=pb.AcquireRequest(keys=[b"k" * 32])), None),
     "commit": commit,
     "attach": lambda session: session.attach([1]),
@@ -83,7 +83,7 @@ def give_back(session: Session) -> None:
 
 
 QUIET: dict[str, Callable[[Session], object]] = {
-    "give_up": lambda session: session.give_up(list(session.writing)),
+    "give_up": lambda session: session.give_up(next(iter(session.writing._owners.values()))),
     "return_idle_grants": give_back,
     "leave": leave,
     "hung_up": lambda session: session.hung_up(),

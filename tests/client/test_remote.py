@@ -211,7 +211,7 @@ def test_a_full_store_rejects_what_finds_no_room(start_daemon: Callable[..., Run
         began = time.monotonic()
         with pytest.raises(ResourceExhausted, match="pinned"):
             ns.put(more, new)
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 5.0
         result = ns.put([keys[0], *more], [blocks[0], *new])
         assert (result.stored, result.existing, result.rejected) == (0, 1, 3)
         assert isinstance(result.error, ResourceExhausted)

@@ -84,7 +84,7 @@ def test_a_daemon_that_is_not_there_is_a_miss() -> None:
         for call in calls:
             with pytest.raises(Unavailable, match=r"no kvstored answers on grpc://127\.0\.0\.1:1 "):
                 call()
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < 20.0
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_a_daemon_that_does_not_answer_costs_no_more_than_the_deadline(
     start_daemon: Callable[..., RunningDaemon],
 ) -> None:
     daemon = start_daemon(server__grpc="127.0.0.1:0")
-    with Client(daemon.grpc_endpoint, timeout_s=0.3) as client:
+    with Client(daemon.grpc_endpoint, timeout_s=1.0) as client:
         ns = client.raw_namespace("x", BLOCK)
         keys, blocks = some(ns, 4)
         assert ns.put(keys, blocks).stored == 4
@@ -153,7 +153,7 @@ def test_a_daemon_that_does_not_answer_costs_no_more_than_the_deadline(
         assert ns.match(keys).blocks == 0
         assert ns.put(some(ns, 2, "new")[0], blocks[:2]).rejected == 2
         assert not client.health().reachable
-        assert time.monotonic() - began < 4 * 0.3 + 1.0
+        assert time.monotonic() - began < 4 * 1.0 + 4.0
         assert (out == 7).all()
         daemon.resume()
         eventually(lambda: ns.get_into(keys, out) == 4, 10.0, "the daemon to answer")
@@ -213,7 +213,7 @@ def test_a_connection_that_died_without_a_word_is_given_up(
 ) -> None:
     monkeypatch.setattr(channel, "KEEPALIVE_S", 1.0)
     monkeypatch.setattr(channel, "KEEPALIVE_TIMEOUT_S", 0.5)
-    with Proxy(node.grpc_endpoint) as proxy, Client(proxy.endpoint, timeout_s=0.3) as client:
+    with Proxy(node.grpc_endpoint) as proxy, Client(proxy.endpoint, timeout_s=1.0) as client:
         assert client.health().reachable
         proxy.go_silent()
         assert not client.health().reachable
@@ -356,7 +356,7 @@ def test_closing_ends_the_calls_of_other_threads(start_daemon: Callable[..., Run
     thread.start()
     begun.wait(10)
     client.close()
-    thread.join(10)
+    thread.join(25)
     assert not thread.is_alive()
     assert isinstance(errors[0], FailedPrecondition)
 
@@ -401,7 +401,7 @@ FORK = """
         assert ns.get([key]) == [bytes(65536)]
     if sys.argv[2] == "busy":
         stop.set()
-        reader.join(10)
+        reader.join(60)
     client.close()
     print("parent: done")
 """

@@ -126,7 +126,7 @@ def test_another_authority_is_not_believed_and_the_certificate_is_named(
 ) -> None:
     stranger = Authority(tmp_path, "stranger").certificate
     for ca, named in ((stranger, str(stranger)), (None, "gRPC's own list")):
-        with Client(**(way(node, directory) | {"ca": ca}), timeout_s=1.0) as client:
+        with Client(**(way(node, directory) | {"ca": ca}), timeout_s=5.0) as client:
             with pytest.raises(Unavailable, match="its certificate must name this host and be signed by") as raised:
                 client.stats()
             assert named in str(raised.value)
@@ -148,7 +148,7 @@ def test_a_certificate_of_another_host_is_not_believed(tmp_path: Path) -> None:
     settings |= {"server__tls_cert": str(certificate), "server__tls_key": str(key)}
     with (
         running(server__grpc="127.0.0.1:0", **settings) as node,
-        Client(**way(node, tmp_path), timeout_s=1.0) as client,
+        Client(**way(node, tmp_path), timeout_s=5.0) as client,
         pytest.raises(Unavailable, match="certificate must name this host"),
     ):
         client.stats()
@@ -173,7 +173,7 @@ def test_what_cannot_be_safe_is_refused(options: dict[str, Any], said: str) -> N
 
 
 def test_plain_text_to_a_daemon_with_tls_is_unavailable(node: RunningDaemon) -> None:
-    with Client(node.grpc_endpoint, timeout_s=1.0) as client, pytest.raises(KVStoreError) as raised:
+    with Client(node.grpc_endpoint, timeout_s=5.0) as client, pytest.raises(KVStoreError) as raised:
         client.stats()
     assert isinstance(raised.value, Unavailable)
 

@@ -329,7 +329,7 @@ def fail_within(slots: Slots) -> None:
 
 def test_a_time_to_live_ends(ns: Namespace) -> None:
     keys, data = some(ns)
-    assert counts(ns.put(keys[:4], data[:4], hint=Hint(ttl_s=0.4))) == (4, 0, 0)
+    assert counts(ns.put(keys[:4], data[:4], hint=Hint(ttl_s=3.0))) == (4, 0, 0)
     assert counts(ns.put(keys, data[4:], start=4)) == (4, 0, 0)
     assert ns.match(keys).blocks == 8
     eventually(lambda: ns.match(keys).blocks == 0, 5.0, "the time to be over")

@@ -190,7 +190,7 @@ def test_a_client_survives_a_restart_of_the_daemon(
     daemon = start_daemon(server__grpc=address, host__size="16MiB")
     if way == "grpc":
         daemon.settings["server.grpc"] = daemon.grpc_endpoint.removeprefix("grpc://")
-    with Client(daemon.endpoint if way == "unix" else daemon.grpc_endpoint, timeout_s=1.0) as client:
+    with Client(daemon.endpoint if way == "unix" else daemon.grpc_endpoint, timeout_s=5.0) as client:
         ns = client.raw_namespace("restarted", BLOCK)
         keys, data = some(ns)
         for _ in range(2):

@@ -4,7 +4,6 @@ import asyncio
 import signal
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -17,16 +16,20 @@ from kvstore_client import Client, DeadlineExceeded, Namespace, aio
 from tests.client.slow_disk import SlowDiskDaemon
 from tests.conftest import eventually
 from tests.nodes import block, totals
+from tests.stopwatch import Stopwatch
 
 pytestmark = pytest.mark.timeout(method="thread")
 """The usual way is SIGALRM, which these tests have for themselves."""
 
 BLOCK = 64 << 10
+CALL_S = 2.0
+"""Time-out of clients: a durable put has the time on a slow machine, too."""
+
 COLD, WARM = 12, 8
-LATE_S = 0.6
+LATE_S = 4.0
 """How much later than its time-out a call may end on a machine that is busy."""
 
-HIT_S = 0.25
+HIT_S = 0.5
 """For one read from memory, or one put, beside a disk that hangs; it takes a millisecond where nobody disturbs it."""
 
 
@@ -69,7 +72,7 @@ def ready(client: Client) -> None:
 
 @pytest.fixture
 def client(daemon: SlowDiskDaemon) -> Iterator[Client]:
-    with Client(daemon.endpoint, timeout_s=0.5) as client:
+    with Client(daemon.endpoint, timeout_s=CALL_S) as client:
         yield client
 
 
@@ -102,9 +105,9 @@ def cold_and_warm(ns: Namespace) -> tuple[list[bytes], list[bytes]]:
 
 
 def timed(call: Callable[[], object]) -> tuple[object, float]:
-    began = time.monotonic()
+    watch = Stopwatch()
     answer = call()
-    return answer, time.monotonic() - began
+    return answer, watch.seconds
 
 
 @pytest.mark.parametrize("way", ["unix", "grpc"])
@@ -112,7 +115,7 @@ def test_a_silent_disk_is_waited_for_until_the_time_out(
     daemon: SlowDiskDaemon, ns: Namespace, way: str, request: pytest.FixtureRequest
 ) -> None:
     cold, warm = cold_and_warm(ns)
-    with Client(daemon.endpoint if way == "unix" else daemon.grpc_endpoint, timeout_s=0.5) as reader:
+    with Client(daemon.endpoint if way == "unix" else daemon.grpc_endpoint, timeout_s=CALL_S) as reader:
         own = reader.raw_namespace(request.node.name, BLOCK)
         assert own.get(warm) == bytes_of(warm)
         daemon.hang("reads")
@@ -120,7 +123,7 @@ def test_a_silent_disk_is_waited_for_until_the_time_out(
         copied, seconds = timed(lambda: own.get_into([*warm, *cold], out))
         assert copied == WARM
         assert out[: WARM * BLOCK].tobytes() == b"".join(bytes_of(warm))
-        assert seconds < 0.5 + (WARM + COLD) * BLOCK / (32 << 20) + LATE_S
+        assert seconds < CALL_S + (WARM + COLD) * BLOCK / (32 << 20) + LATE_S
         assert own.get(warm) == bytes_of(warm)
         daemon.go_on("reads")
         eventually(lambda: own.get(cold) == bytes_of(cold), 20, "the disk to be read again")
@@ -130,7 +133,7 @@ def test_memory_is_read_and_written_while_others_wait_for_the_disk(
     daemon: SlowDiskDaemon, ns: Namespace, request: pytest.FixtureRequest
 ) -> None:
     cold, warm = cold_and_warm(ns)
-    with Client(daemon.endpoint, timeout_s=1.5) as patient:
+    with Client(daemon.endpoint, timeout_s=8.0) as patient:
         own = patient.raw_namespace(request.node.name, BLOCK)
         assert own.get(warm) == bytes_of(warm)
         daemon.hang("reads")
@@ -151,7 +154,7 @@ def test_memory_is_read_and_written_while_others_wait_for_the_disk(
         assert (sorted(reads)[15] < HIT_S / 10, max(reads) < HIT_S) == (True, True), reads
         assert (sorted(puts)[15] < HIT_S / 4, max(puts) < HIT_S) == (True, True), puts
         for thread in waiting:
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
         assert got == [[], [], []]
 
@@ -216,7 +219,7 @@ def test_a_cancelled_prefetch_ends_at_once(daemon: SlowDiskDaemon, ns: Namespace
 
 
 def test_a_ticket_whose_daemon_has_died_has_failed() -> None:
-    with slow() as daemon, Client(daemon.endpoint, timeout_s=0.5) as client:
+    with slow() as daemon, Client(daemon.endpoint, timeout_s=CALL_S) as client:
         ready(client)
         ns = client.raw_namespace("dies", BLOCK)
         cold, _ = cold_and_warm(ns)
@@ -225,7 +228,7 @@ def test_a_ticket_whose_daemon_has_died_has_failed() -> None:
         assert ticket.state == "running"
         daemon.process.send_signal(signal.SIGKILL)
         _, seconds = timed(ticket.wait)
-        assert (ticket.state, seconds < 5.0) == ("failed", True)
+        assert (ticket.state, seconds < 20.0) == ("failed", True)
 
 
 def test_a_durable_put_says_that_its_blocks_are_stored_and_not_durable(daemon: SlowDiskDaemon, ns: Namespace) -> None:
@@ -234,7 +237,7 @@ def test_a_durable_put_says_that_its_blocks_are_stored_and_not_durable(daemon: S
     result, seconds = timed(lambda: ns.put(keys, bytes_of(keys), durable=True))
     assert result[:3] == (4, 0, 0)  # type: ignore[index]
     assert isinstance(result.error, DeadlineExceeded)  # type: ignore[attr-defined]
-    assert seconds < 0.5 + LATE_S
+    assert seconds < CALL_S + LATE_S
     assert ns.get(keys) == bytes_of(keys)
     daemon.go_on("writes")
     eventually(lambda: ns.put(keys, bytes_of(keys), durable=True) == (0, 4, 0, None), 20, "them to be durable")
@@ -246,20 +249,20 @@ def test_tasks_that_wait_for_the_disk_leave_threads_for_those_that_read_memory(
     cold, warm = cold_and_warm(ns)
 
     async def scenario() -> None:
-        async with aio.Client(daemon.endpoint, timeout_s=4.0) as client:
+        async with aio.Client(daemon.endpoint, timeout_s=10.0) as client:
             own = await client.raw_namespace(request.node.name, BLOCK)
             assert await own.get(warm) == bytes_of(warm)
             daemon.hang("reads")
             waiting = [asyncio.create_task(own.get(cold)) for _ in range(aio.THREADS_MAX + 2)]
             tickets = [await own.prefetch(cold, deadline_s=0.8) for _ in range(aio.THREADS_MAX + 2)]
             ends = [asyncio.create_task(ticket.wait()) for ticket in tickets]
-            began = time.monotonic()
+            watch = Stopwatch()
             for _ in range(5):
                 assert await own.get(warm) == bytes_of(warm)
-            assert time.monotonic() - began < HIT_S * 2
+            assert watch.seconds < HIT_S * 2
             assert not any(task.done() for task in waiting)
             assert await asyncio.gather(*waiting) == [[]] * len(waiting)
             assert await asyncio.gather(*ends) == [0] * len(ends)
             assert {ticket.state for ticket in tickets} == {"failed"}
 
-    asyncio.run(asyncio.wait_for(scenario(), 30.0))
+    asyncio.run(asyncio.wait_for(scenario(), 90.0))

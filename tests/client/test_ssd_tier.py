@@ -278,4 +278,4 @@ def test_the_asynchronous_client_reads_the_ssd_prefetches_and_stores_durably(
                 async with ns.acquire(keys[:8], timeout_s=10.0) as lease:
                     assert [bytes(view) for view in lease.views] == bytes_of(keys[:8])
 
-    asyncio.run(asyncio.wait_for(scenario(), 60.0))
+    asyncio.run(asyncio.wait_for(scenario(), 120.0))

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from kvstore.core import packed as packed_module
 from kvstore.core.moves import ForgetRecords, VacateSlots, VerifyBlock, WriteBlock
 from kvstore.core.packed import EVICT_MAX
 from kvstore.core.schedule import WRITES_MAX
@@ -174,7 +175,7 @@ def test_a_limit_that_falls_far_is_met_in_bounded_steps_and_the_write_waits_for_
         node.run()
     packing = node.moving.link.packed
     assert packing.bytes == 250 * PAGE
-    packing.limit_bytes = 50 * PAGE
+    packing.limit_bytes = packing.most_bytes = 50 * PAGE
     before = node.store.counts.evicted
     node.put(chain("new", 1))
     node.take()
@@ -185,6 +186,47 @@ def test_a_limit_that_falls_far_is_met_in_bounded_steps_and_the_write_waits_for_
     assert node.moving.counts.writes_dropped == 0
     assert node.tiers(chain("new", 1)[0]) & SSD
     assert packing.bytes <= 50 * PAGE
+    node.check()
+
+
+def test_where_others_have_taken_the_room_only_as_much_goes_as_comes() -> None:
+    node = packed(disk_pages=512, packed_pages=400, memory_pages=512)
+    node.packed_bytes = PAGE
+    for n in range(100):
+        node.put(chain(f"old {n}", 1))
+        node.run()
+    packing = node.moving.link.packed
+    packing.limit_bytes = 0
+    before = node.store.counts.evicted
+    for n in range(10):
+        node.put(chain(f"new {n}", 1))
+        node.run()
+    assert node.store.counts.evicted - before == 10
+    assert packing.bytes == 100 * PAGE
+    assert all(node.tiers(chain(f"new {n}", 1)[0]) & SSD for n in range(10))
+    node.check()
+
+
+def test_small_blocks_go_for_a_large_one_in_steps_and_no_more_of_them_than_it_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(packed_module, "EVICT_MAX", 2)
+    node = packed(disk_pages=512, packed_pages=64, memory_pages=96)
+    large = node.namespace("large", 4 * PAGE)
+    node.packed_bytes = PAGE
+    for n in range(30):
+        node.put(chain(f"old {n}", 1))
+        node.run()
+    node.moving.link.packed.limit_bytes = 0
+    before = node.store.counts.evicted
+    node.packed_bytes = 4 * PAGE
+    node.put(chain("large", 1), large)
+    node.take()
+    assert node.store.counts.evicted - before == 2, "one step"
+    for _ in range(4):
+        node.run()
+    assert node.tiers(chain("large", 1)[0], large) & SSD
+    assert node.store.counts.evicted - before == 4
     node.check()
 
 

@@ -34,6 +34,8 @@ from tests.core.machine import Machine
 from tests.core.model import Block, Process
 from tests.core.scene import PAGE
 
+pytestmark = pytest.mark.timeout(900)  # many thousand steps
+
 
 class StoreMachine(Machine):
     """Every call of the store, in any order; and what asks for nothing: time, memory, clients that end."""

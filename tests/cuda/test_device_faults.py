@@ -71,7 +71,7 @@ def test_an_event_after_a_copy_that_failed_is_never_complete(spawn: Callable[...
     """Whoever commits by the event never shows the block."""
     device = HostDevice(HOST_UUID, HOST_BYTES)
     segment = device.allocate(MIB)
-    peer = spawn(faults="transfer:delay=0.1,fail=DeviceLost")
+    peer = spawn(faults="transfer:delay=3,fail=DeviceLost")
     address = peer.open(segment.handle, device.generation)
     peer("write", address=address, seed=1, size_bytes=MIB)
     handle = Handle.from_bytes(bytes.fromhex(peer("event")))
@@ -282,6 +282,7 @@ def test_a_free_that_waits_too_long_frees_nothing_and_can_be_asked_again(
         segment.free()
     plan.release()
     stream.synchronize(EVENT_S)
+    monkeypatch.setattr(host_device, "FREE_S", EVENT_S)
     peer.open(segment.handle, device.generation)
     peer("close")
     segment.free()

@@ -21,9 +21,10 @@ from tests.cuda.standin import block, standin_device
 
 MIB = 1 << 20
 BUFFERS = 50
-HEALTH_S = 0.5
 CALL_S = 30.0
-HANG_S, BLOCK_S = 60.0, 2.0
+HANG_S, BLOCK_S = 60.0, 4.0
+HELD_UP_S = 2.0
+"""Half of the shortest time that anybody would wait who waits for one of these calls; a slow machine takes less."""
 
 
 def test_closing_fifty_buffers_of_a_killed_owner_that_hangs_holds_up_nobody(spawn: Callable[..., Peer]) -> None:
@@ -49,12 +50,12 @@ def test_closing_fifty_buffers_of_a_killed_owner_that_hangs_holds_up_nobody(spaw
         assert isolated.state().abandoned == {"close": BUFFERS}
         began = time.monotonic()
         new = await isolated.call("open", lambda: device.open(handle, newcomer.generation), timeout_s=CALL_S)
-        assert time.monotonic() - began < HEALTH_S
+        assert time.monotonic() - began < HELD_UP_S
         assert device.use().opened == BUFFERS + 1
 
         plan.release()  # the hour is over
         await isolated.call("close", new.close, timeout_s=CALL_S)
-        assert gaps.longest_s < HEALTH_S  # what a health check would have waited for
+        assert gaps.longest_s < HELD_UP_S  # what a health check would have waited for
 
     asyncio.run(scene())
     eventually(lambda: device.use().opened == 0, CALL_S, "the handles to end at 0")
@@ -78,11 +79,11 @@ def test_cuda_closes_that_block_in_the_driver_hold_up_nobody_either() -> None:
             isolated.dispose("close", mapping.close, owner="the dead one")
         began = time.monotonic()
         new = await isolated.call("open", lambda: device.open(handle, newcomer.generation), timeout_s=CALL_S)
-        assert time.monotonic() - began < HEALTH_S
+        assert time.monotonic() - began < HELD_UP_S
         assert device.use().opened == BUFFERS + 1
         block(0)
         await isolated.call("close", new.close, timeout_s=CALL_S)
-        assert gaps.longest_s < HEALTH_S
+        assert gaps.longest_s < HELD_UP_S
 
     try:
         asyncio.run(scene())

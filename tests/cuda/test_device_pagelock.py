@@ -23,6 +23,8 @@ from tests.cuda.device_peer import HOST_BYTES, HOST_UUID, pattern, read
 PAGE = mmap.PAGESIZE
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 CALL_S = 30.0
+HELD_UP_S = 2.0
+"""For a call beside one that hangs: time enough for all that does not."""
 DONTFORK = 10
 """MADV_DONTFORK, include/uapi/asm-generic/mman-common.h."""
 BASE = 0x7000_0000_0000
@@ -151,7 +153,7 @@ def test_a_registration_that_hangs_is_pending_and_ends_itself_after_close(pages:
     plan = FaultPlan(Fault("register", delay_s=60, times=1))
     device = HostDevice(HOST_UUID, HOST_BYTES, plan)
     locks, spans = PageLocks(device), [pages(MIB), pages(MIB)]
-    answer = locks.lock(spans, 0.2)
+    answer = locks.lock(spans, HELD_UP_S)
     assert (answer.locked_bytes, answer.pending_bytes) == (MIB, MIB)
     locks.close()
     plan.release()
@@ -165,7 +167,7 @@ def test_chunks_are_registered_several_at_a_time(pages: Callable[[int], Span]) -
     plan = FaultPlan(Fault("register", delay_s=60, times=3))
     device = HostDevice(HOST_UUID, HOST_BYTES, plan)
     locks = PageLocks(device, parallel=4)
-    answer = locks.lock([pages(MIB) for _ in range(12)], 0.2)
+    answer = locks.lock([pages(MIB) for _ in range(12)], HELD_UP_S)
     assert (answer.locked_bytes, answer.pending_bytes) == (9 * MIB, 3 * MIB)
     plan.release()
     locks.close()

@@ -16,7 +16,7 @@ from kvstore.cli.admin import main
 from tests.conftest import KVSTORED
 
 CLI = KVSTORED.with_name("kvstore-cli")
-WAIT_S = 30.0
+WAIT_S = 90.0
 NOWHERE = "unix:///nowhere/kvstored.sock"
 
 

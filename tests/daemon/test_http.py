@@ -422,7 +422,7 @@ def test_the_longest_silence_makes_room_and_who_has_asked_keeps_its_place(tmp_pa
         eventually(lambda: daemon.output().count("asked and waits") == CONNECTIONS_MAX)
         (late,) = connections(1)
         assert until_closed(late) == b"", "all places have asked: the newcomer is refused"
-        assert "an HTTP connection too many" in daemon.output()
+        daemon.says("an HTTP connection too many")
         assert not any(map(is_closed, asked))
 
 

@@ -238,7 +238,7 @@ def test_one_internal_error_is_over_when_a_put_and_a_get_work_and_is_counted_for
         assert client.health().healthy
         assert client.stats()["daemon"]["internal_errors"] == 1
         assert b"\nkvstored_internal_errors_total 1" in ask(faulty, "/metrics")[2]
-        assert "a put and a get work: over" in faulty.output()
+        faulty.says("a put and a get work: over")
         lost, failing = faulty.fault("lose bytes"), faulty.fault("fail health")
         with pytest.raises(KVStoreError, match="internal error"):
             client._transport.health()

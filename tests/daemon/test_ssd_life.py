@@ -74,7 +74,7 @@ def test_a_segment_file_that_is_not_what_it_was_is_told_of_once(tmp_path: Path, 
         for told in (1, 0, 0):
             daemon.restart()
             opened(daemon)
-            assert daemon.output().count("a segment file is damaged") == told
+            eventually(lambda told=told: daemon.output().count("a segment file is damaged") == told)  # type: ignore[misc]
             with Client(daemon.endpoint) as client:
                 ns = client.raw_namespace("blocks", BLOCK)
                 out = np.empty(BLOCK, np.uint8)
@@ -124,7 +124,7 @@ def test_a_directory_that_another_daemon_has_is_named_and_taken_over_when_it_is_
                 assert done.exit_code == EXIT_NOT_WELL
                 assert str(first.pid) in done.stderr
                 assert "waiting" not in done.stderr
-                assert time.monotonic() - began < 5, f"{command} waits for an SSD that is out of use"
+                assert time.monotonic() - began < 9, f"{command} waits for an SSD that is out of use"
             named = ("evict", "--namespace", ns.digest.hex(), "--yes", "--endpoint", second.endpoint)
             refused = within(*named, "--tier", "ssd")
             assert "what the SSD has is not known yet" in refused.stderr
@@ -235,7 +235,7 @@ def test_systemd_is_asked_for_time_while_memory_is_saved(place: Path, tmp_path: 
         eventually(lambda: any("blocks left" in line for line in systemd.all()[len(before) :]), 20, "a status")
         assert service.process.poll() is None, "it waits for the disk"
         hold.unlink()
-        assert service.process.wait(20) == 0
+        assert service.process.wait(60) == 0
         assert "memory saved to the SSD blocks_not_saved=0" in service.output()
     finally:
         hold.unlink(missing_ok=True)

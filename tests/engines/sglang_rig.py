@@ -50,8 +50,10 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # noqa: E40
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost  # noqa: E402
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory  # noqa: E402
 from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
-from sglang.srt.runtime_context import get_context  # noqa: E402
+from sglang.srt.runtime_context import get_context, get_server_args  # noqa: E402
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler  # noqa: E402
+
+from kvstore_client.connectors.sglang import ENGINE  # noqa: E402
 
 LAYERS, HEADS, DIM, PAGE, TOKENS = 3, 2, 32, 16, 512
 CPU = torch.device("cpu")
@@ -141,6 +143,12 @@ def in_an_engine(directory: str, arguments: dict[str, Any]) -> None:
     set_global_server_args_for_scheduler(
         ServerArgs(model_path=directory, device="cpu", skip_tokenizer_init=True, **arguments)
     )
+
+
+def unknown_arguments(directory: str) -> list[str]:
+    """Which of the arguments that name pages this release of SGLang does not have."""
+    in_an_engine(directory, {})
+    return [name for name in ENGINE if not hasattr(get_server_args(), name)]
 
 
 def other_weights(field: str, value: str) -> None:

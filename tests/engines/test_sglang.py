@@ -179,12 +179,17 @@ def test_what_another_model_rank_or_layout_stored_is_not_found(rig: Rig) -> None
 def test_what_an_engine_with_other_arguments_stored_is_not_found(rig: Rig, tmp_path: Path) -> None:
     keys = rig.hashes()
     found = []
-    for i, arguments in enumerate([{}, {"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "fp8_e5m2"}, {}]):
+    different = [{"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "fp8_e5m2"}, {"context_length": 512}]
+    for i, arguments in enumerate([{}, *different, {}]):
         rig.call("in_an_engine", str(tmp_path), arguments)
         name = rig.start(f"engine {i}")
         found.append(rig.call("exists", name, keys))
         rig.call("put", name, keys)
-    assert found == [0, 0, 0, PAGES]
+    assert found == [0, 0, 0, 0, PAGES]
+
+
+def test_arguments_that_name_pages_are_arguments_of_this_release(rig: Rig, tmp_path: Path) -> None:
+    assert rig.call("unknown_arguments", str(tmp_path)) == []
 
 
 def test_random_weights_are_not_those_of_the_model(rig: Rig, tmp_path: Path) -> None:

@@ -1,21 +1,24 @@
 """The parts of vLLM's connector by themselves: copies, hits, names of weights, settings, figures."""
 
 import itertools
+import json
 import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from kvstore_client import InvalidArgument
 from tests.conftest import RunningDaemon
+from tests.engines.vllm_models import write_llama
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what vLLM imports says that it is deprecated
-    from vllm.config import CacheConfig
+    from vllm.config import CacheConfig, ModelConfig
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
         FullAttentionSpec,
@@ -35,7 +38,7 @@ with warnings.catch_warnings():
     from kvstore_client.connectors.vllm.layered import LayeredLoad
     from kvstore_client.connectors.vllm.messages import Load, Report, Run, Space, Stored
     from kvstore_client.connectors.vllm.settings import Settings, settings_of
-    from kvstore_client.connectors.vllm.spaces import weights_of
+    from kvstore_client.connectors.vllm.spaces import Adapters, adapter_weights, arguments_digest, weights_of
 
 
 @pytest.mark.parametrize("tokens", [16, 32, 128])
@@ -131,6 +134,51 @@ def test_weights_have_another_name_when_a_byte_of_a_sample_or_a_size_changes(tmp
     file.write_bytes(bytes(100_001))
     assert weights_of(str(tmp_path)) != name
     assert weights_of("some/model-of-a-hub") == "some/model-of-a-hub"
+
+
+def test_what_decides_beside_weights_is_in_their_name(tmp_path: Path) -> None:
+    (tmp_path / "adapter_model.safetensors").write_bytes(bytes(10_000))
+    names = [adapter_weights(str(tmp_path))]
+    for alpha in (1, 64):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 8, "lora_alpha": alpha}))
+        names.append(adapter_weights(str(tmp_path)))
+    for name in ("preprocessor_config.json", "hf_quant_config.json", "modeling_own.py"):
+        (tmp_path / name).write_text("{}")
+        names.append(adapter_weights(str(tmp_path)))
+    assert len(set(names)) == len(names) == 6
+    (tmp_path / "README.md").write_text("of no effect")
+    assert adapter_weights(str(tmp_path)) == names[-1]
+
+
+def test_an_adapter_that_is_no_directory_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub's may be any commit of it. A home directory is spelt out as vLLM does."""
+    adapters = Adapters(SimpleNamespace(lora_dtype=torch.bfloat16))
+    assert adapters.name(None) == ""
+    assert adapters.name(SimpleNamespace(lora_int_id=1, lora_name="hub", lora_path="org/adapter")) is None
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "adapter_model.safetensors").write_bytes(bytes(100))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    at_home = SimpleNamespace(lora_int_id=2, lora_name="a", lora_path="~/mine")
+    elsewhere = SimpleNamespace(lora_int_id=3, lora_name="a", lora_path=str(tmp_path / "mine"))
+    assert adapters.name(at_home) == adapters.name(elsewhere)
+    assert Adapters(SimpleNamespace(lora_dtype=torch.float32)).name(at_home) != adapters.name(at_home)
+
+
+def test_arguments_of_the_engine_that_decide_about_bytes_name_its_blocks(tmp_path: Path) -> None:
+    write_llama(tmp_path / "llama", [])
+
+    def digest(**arguments: Any) -> str:
+        common = {"skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 1024}
+        return arguments_digest(ModelConfig(model=str(tmp_path / "llama"), **{**common, **arguments}))
+
+    plain = digest()
+    assert digest() == plain
+    assert digest(served_model_name="other", enforce_eager=True, max_logprobs=3) == plain
+    different = [digest(max_model_len=2048), digest(model_impl="transformers"), digest(code_revision="1")]
+    assert len({plain, *different}) == 4
+    (tmp_path / "llama").rename(tmp_path / "moved")
+    moved = ModelConfig(model=str(tmp_path / "moved"), skip_tokenizer_init=True, dtype="float32", max_model_len=1024)
+    assert arguments_digest(moved) == plain, "the place of the files says nothing"
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ class Program:
     def pid(self) -> int:
         return self.process.pid
 
-    def line(self, timeout_s: float = 30.0) -> str:
+    def line(self, timeout_s: float = 90.0) -> str:
         """The next line that it prints."""
         said = wait_for_line(self.process, timeout_s)
         assert said or self.process.poll() is None, f"it ended with {self.process.wait(10)}:\n{self.errors}"
@@ -47,9 +47,9 @@ class Program:
     def kill(self) -> None:
         """SIGKILL."""
         self.process.kill()
-        self.process.wait(20)
+        self.process.wait(60)
 
-    def finish(self, timeout_s: float = 30.0) -> int:
+    def finish(self, timeout_s: float = 90.0) -> int:
         """Closes its stdin and waits for its end; answers the exit status."""
         assert self.process.stdin is not None
         self.process.stdin.close()

@@ -14,6 +14,7 @@ from kvstore_client import Client, KVStoreError, ResourceExhausted
 from kvstore_client.namespace import Namespace
 from tests.conftest import RunningDaemon, eventually
 from tests.nodes import block, cpu_s, running, totals
+from tests.stopwatch import Stopwatch
 
 SIZE_BYTES = 16 << 20
 BLOCK = 64 << 10
@@ -131,10 +132,10 @@ SITUATIONS: dict[str, Callable[..., object]] = {
 
 
 def refused(client: Client, call: Callable[[], object]) -> None:
-    began = time.monotonic()
+    watch = Stopwatch()
     with pytest.raises(ResourceExhausted):
         call()
-    assert time.monotonic() - began < REFUSED_WITHIN_S
+    assert watch.seconds < REFUSED_WITHIN_S
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
@@ -193,9 +194,9 @@ def test_a_pin_ends_by_itself(node: RunningDaemon) -> None:
     with Client(node.endpoint) as client:
         ns = client.raw_namespace("pinned", BLOCK)
         keys = fill(ns)
-        assert ns.pin(keys, ttl_s=0.5) == SLOTS
+        assert ns.pin(keys, ttl_s=3.0) == SLOTS
         fresh = ns.key(b"fresh")
         with pytest.raises(ResourceExhausted):
             ns.put([fresh], bytes(BLOCK))
-        eventually(lambda: stored(ns, [fresh], [bytes(BLOCK)]), 5.0, "the pins to end")
-        assert totals(client.stats())["pinned"] == 0
+        eventually(lambda: stored(ns, [fresh], [bytes(BLOCK)]), 10.0, "the pins to end")
+        eventually(lambda: totals(client.stats())["pinned"] == 0, 10.0, "all of them")

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from kvstored.v1.kvstore_pb2_grpc import KVStoreStub
 from tests.conftest import RunningDaemon, eventually
 from tests.nodes import Watch, block, running
 from tests.server.grpc_edge import put_messages
+from tests.stopwatch import Stopwatch
 
 IDLE = 200
 EACH = 80
@@ -134,9 +134,9 @@ def answered(node: RunningDaemon) -> dict[str, float]:
         }
         calls["Health"]()  # connects
         for name, call in calls.items():
-            began = time.monotonic()
+            watch = Stopwatch()
             assert call()
-            took[name] = time.monotonic() - began
+            took[name] = watch.seconds
     return took
 
 
@@ -165,11 +165,11 @@ def test_all_kinds_at_once_leave_it_alone_and_local_clients_too(node: RunningDae
         assert set(idle.codes()) <= {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED}
         for name, seconds in answered(node).items():
             assert seconds < ANSWERS_WITHIN_S, f"{name} took {seconds:.3f} s beside everything"
-        began = time.monotonic()
+        watched = Stopwatch()
         ns = client.raw_namespace("local", BLOCK)
         assert ns.put([ns.key(b"k")], bytes(BLOCK)).rejected == 0
         assert ns.get([ns.key(b"k")]) == [bytes(BLOCK)]
-        assert time.monotonic() - began < ANSWERS_WITHIN_S
+        assert watched.seconds < ANSWERS_WITHIN_S
         assert ns.remove([ns.key(b"k")]) == 1
     eventually(lambda: len(watch.state()["sessions"]) == 1, what="all sessions of calls to be gone")
     after = watch.state()["totals"]
@@ -202,7 +202,7 @@ FORK = """
             print("the old one refuses")
         with Client(sys.argv[1]) as mine:
             assert mine.raw_namespace("fork", 4096).get([ns.key(b"k")]) == [bytes(4096)]
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20
         print("a new one reads", flush=True)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
@@ -219,7 +219,7 @@ def test_a_client_forked_after_it_connected_refuses_and_a_new_one_connects(node:
         [sys.executable, "-c", textwrap.dedent(FORK), endpoint],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=90,
         check=False,
         cwd=Path(__file__).parents[2],
         env=dict(os.environ),

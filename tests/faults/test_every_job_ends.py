@@ -23,7 +23,7 @@ from tests.nodes import totals
 
 BLOCK = 64 << 10
 HANGS, FAILS = {"hangs": True}, {"errno": errno.EIO}
-LATE_S = 1.5
+LATE_S = 5.0
 """How much later than its deadline a call may answer on a machine that is busy."""
 
 
@@ -189,7 +189,7 @@ def test_a_daemon_whose_disk_hangs_in_any_call_can_be_stopped(call: str) -> None
             assert client.health().healthy
         status, seconds = took(daemon.stop)
         assert status == 0
-        assert seconds < 15
+        assert seconds < 30
 
 
 @pytest.mark.parametrize("call", ["any", "open", "names"])
@@ -205,4 +205,4 @@ def test_a_daemon_whose_disk_hangs_while_it_is_opened_serves_from_memory_and_can
             assert present(ns, keys) == keys
             assert put(ns, keys_of(ns, "durable", 1), durable=True)
         status, seconds = took(daemon.stop)
-        assert (status, seconds < 15) == (0, True)
+        assert (status, seconds < 30) == (0, True)

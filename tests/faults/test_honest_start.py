@@ -21,7 +21,7 @@ from tests.conftest import RunningDaemon, eventually
 from tests.nodes import block, running
 
 BLOCK = 64 << 10
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 class Systemd:
@@ -199,12 +199,12 @@ def test_a_slow_start_asks_for_time_and_is_ready_when_a_put_and_a_get_work(
 
 def test_a_start_without_progress_asks_for_no_more_time(place: Path, tmp_path: Path, systemd: Systemd) -> None:
     """What hangs is systemd's to end."""
-    patches = SLOW.format(go=str(tmp_path / "never")) + "\nsdnotify.STEP_S_MAX = 0.5\n"
+    patches = SLOW.format(go=str(tmp_path / "never")) + "\nsdnotify.STEP_S_MAX = 2.0\n"
     service = Service(place, {}, systemd, patches)
     try:
         eventually(lambda: "the start makes no progress" in service.output(), WAIT_S)
         asked = systemd.all().count(f"EXTEND_TIMEOUT_USEC={int(EXTEND_S * 1e6)}")
-        assert 2 <= asked <= 6
+        assert 2 <= asked <= 2.0 / 0.1 + 2
         assert "READY=1" not in systemd.all()
     finally:
         service.kill()
@@ -227,7 +227,7 @@ def test_told_to_stop_while_it_starts_it_stops_and_is_never_ready(
 
 
 def test_the_status_says_how_far_the_memory_is(place: Path, systemd: Systemd) -> None:
-    patches = "from kvstore import sdnotify\nsdnotify.EXTEND_EVERY_S = 0.002"
+    patches = "from kvstore import sdnotify\nsdnotify.EXTEND_EVERY_S = 0.01"
     service = Service(place, {"host.size": "512MiB"}, systemd, patches)
     try:
         systemd.wait_for("READY=1")

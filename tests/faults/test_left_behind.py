@@ -95,18 +95,20 @@ def test_killed_and_started_ten_times_there_is_one_slab_at_most() -> None:
         keys, data = store(witness, "witness")
         epoch, names = witness.stats()["daemon"]["epoch"], named_memory()
         with running(host__size=f"{SLAB_BYTES}B") as daemon:
-            shared = shared_bytes()
+            given_back = 0
             for _ in range(RESTARTS):
                 with Client(daemon.endpoint) as client:
                     store(client, "again")
                 memory = memory_of(daemon.pid)
                 assert len(memory) > 60, "a slab is some 64 segments"
+                shared = shared_bytes()
                 daemon.kill()
-                assert users_of(memory) == set()
+                eventually(lambda memory=memory: not users_of(memory), what="nobody to have its memory")  # type: ignore[misc]
+                given_back += shared_bytes() < shared - SLAB_BYTES // 2
                 daemon.restart()
                 assert not memory_of(daemon.pid) & memory
-            # Others use shared memory too: half a slab is more than they come and go with.
-            eventually(lambda: shared_bytes() < shared + SLAB_BYTES // 2, 30.0, "shared memory to be as before")
+            # Others use shared memory too, and may take as much in the moment of a kill, but not each time.
+            assert given_back >= RESTARTS - 3
             assert named_memory() <= names
             assert witness.raw_namespace("witness", BLOCK).get(keys) == data
             assert witness.stats()["daemon"]["epoch"] == epoch

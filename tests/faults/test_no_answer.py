@@ -23,8 +23,9 @@ from tests.nodes import block, totals
 from tests.wire import LENGTH, frame
 
 BLOCK = 64 << 10
-TIMEOUT_S = 0.3
-ENDS_WITHIN_S = 2 * TIMEOUT_S + 0.4
+TIMEOUT_S = 0.5
+BUSY_S = 2.0
+ENDS_WITHIN_S = 2 * TIMEOUT_S + BUSY_S
 """A call, a try to connect again, and room for a busy machine."""
 
 MISS, REJECTED = "a miss", "rejected"
@@ -111,7 +112,7 @@ def test_what_is_in_memory_is_read_while_the_daemon_is_stopped(node: RunningDaem
     """A read makes no call, so that a daemon that stands still holds up none."""
     with Client(node.endpoint, timeout_s=TIMEOUT_S) as client:
         ns = client.raw_namespace("no answer", BLOCK)
-        assert ns.get(keys_of(ns, "present")) == present
+        eventually(lambda: ns.get(keys_of(ns, "present")) == present, what="the client to be connected")
         with stopped(node):
             assert ns.match(keys_of(ns, "present")).blocks == 4
             assert ns.get(keys_of(ns, "present")) == present
@@ -149,9 +150,9 @@ def test_calls_of_many_threads_all_end(node: RunningDaemon, present: list[bytes]
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join(20)
+                thread.join(60)
         assert took.keys() == set(names)
-        assert max(took.values()) < 4 * TIMEOUT_S + 0.8, took
+        assert max(took.values()) < 4 * TIMEOUT_S + BUSY_S, took
         eventually(lambda: ns.get(keys_of(ns, "present")) == present, 5.0, "the client to be connected again")
 
 
@@ -166,6 +167,7 @@ def test_nothing_is_written_to_a_buffer_after_its_call(
     """`by calls` is how machines read whose processors order stores otherwise."""
     with Client(node.endpoint, timeout_s=TIMEOUT_S) as client:
         ns = client.raw_namespace("no answer", BLOCK)
+        eventually(lambda: client.health().reachable, what="the client to be connected")
         if reads == "by calls":
             client._transport._shared_reads = False  # type: ignore[attr-defined]
         out = np.full(4 * BLOCK, 7, np.uint8)
@@ -194,6 +196,7 @@ def test_what_a_late_daemon_grants_is_not_lost(
         ns = client.raw_namespace("no answer", BLOCK)
         keys = keys_of(ns, "present")
         assert not any(totals(watch.stats())[kind] for kind in ("leased", "quarantined"))
+        eventually(lambda: client.health().reachable, what="the client to be connected")
         lease = ns.acquire(keys[:2]) if held == "a lease" else None
         slots = ns.reserve(3) if held == "a reservation" else None
         views = lease.views if lease is not None else []
@@ -267,7 +270,7 @@ def trickle(connection: socket.socket) -> None:
     """A reply of which a byte comes now and then, each in time, the last one never."""
     connection.sendall(LENGTH.pack(1000))
     pause = threading.Event()
-    for _ in range(60):
+    for _ in range(120):
         connection.sendall(b"\0")
         pause.wait(TIMEOUT_S / 6)
 
@@ -356,5 +359,5 @@ def test_a_client_of_an_impostor_finds_the_daemon_when_it_comes(daemon: RunningD
     daemon.socket.unlink()
     daemon.restart()
     eventually(lambda: client.health().reachable, 10.0, "the client to find the daemon")
-    assert ns.put(keys_of(ns, "x"), bytes(4 * BLOCK)).stored == 4
+    eventually(lambda: ns.put(keys_of(ns, "x"), bytes(4 * BLOCK)).rejected == 0, what="its puts to be stored")
     client.close()

@@ -152,7 +152,7 @@ def test_another_user_gets_neither_in_nor_at_the_memory(
         [sys.executable, "-c", INTRUDER, str(default.socket), str(default.pid)],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
         check=True,
         cwd="/",
     )
@@ -185,7 +185,7 @@ def started(directory: Path, **server: str) -> "subprocess.CompletedProcess[str]
     command = [str(KVSTORED), "--set", f"server.socket={directory}/kv.sock", "--set", "host.size=4MiB"]
     for key, value in {"state_dir": f"{directory}/state", **server}.items():
         command += ["--set", f"server.{key}={value}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2, done.stderr
     assert not (directory / "kv.sock").exists()
     return done
@@ -241,6 +241,7 @@ def test_with_all_three_it_is_open_to_who_has_a_token_and_to_nobody_else(tmp_pat
 
 
 def test_it_opens_nothing_more_while_it_works(default: Default) -> None:
+    ours = set(internet_sockets(os.getpid()))  # of tests before this one, if they have left any
     with Client(default.endpoint) as client:
         client.stats()
         client.health()
@@ -249,5 +250,5 @@ def test_it_opens_nothing_more_while_it_works(default: Default) -> None:
             assert bytes(lease.views[0]) == b"s" * 4096
             assert internet_sockets(default.pid) == []
             assert unix_listeners(default.pid) == [str(default.socket)]
-            assert internet_sockets(os.getpid()) == [], "nor does the SDK"
+            assert set(internet_sockets(os.getpid())) <= ours, "nor does the SDK"
     eventually(lambda: len(unix_listeners(default.pid)) == 1, 5.0, "one listener")

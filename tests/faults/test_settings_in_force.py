@@ -31,7 +31,7 @@ class Configured(RunningDaemon):
 
     def shown(self) -> dict[str, dict[str, object]]:
         done = subprocess.run(
-            [*self.command(), "config", "--json"], capture_output=True, text=True, timeout=20, check=True
+            [*self.command(), "config", "--json"], capture_output=True, text=True, timeout=60, check=True
         )
         found: dict[str, dict[str, object]] = json.loads(done.stdout)
         return found
@@ -63,7 +63,7 @@ def test_an_edited_file_is_in_force_after_a_restart_and_config_shows_it(tmp_path
         daemon.stop()
         # A mistake made while editing ends the next start; it is not passed over.
         daemon.file.write_text(text_of(tmp_path, "12MiB").replace("size", "sise"))
-        done = subprocess.run(daemon.command(), capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(daemon.command(), capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 2
         assert "host.sise" in done.stderr
         assert str(daemon.file) in done.stderr

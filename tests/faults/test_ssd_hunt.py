@@ -81,7 +81,7 @@ def test_a_clock_that_was_set_back_or_forth_between_two_lives_loses_nothing_that
 
 
 def test_a_daemon_stopped_in_the_middle_of_a_load_costs_its_client_a_miss_and_goes_on_where_it_was() -> None:
-    with faulty() as daemon, Client(daemon.endpoint, timeout_s=1.0) as client:
+    with faulty() as daemon, Client(daemon.endpoint, timeout_s=3.0) as client:
         opened(client)
         ns = client.raw_namespace("stopped", BLOCK)
         keys = keys_of(ns, "block", 16)

@@ -127,7 +127,7 @@ while not over.is_set():
     if client.health().reachable is False:
         pause.wait(0.01)
     took = time.monotonic() - began
-    if took > 12:
+    if took > 40:
         print(f"HUNG for {took:.1f} s", flush=True)
         os._exit(4)
 client.close()
@@ -207,7 +207,7 @@ def seed() -> int:
     return found
 
 
-@pytest.mark.timeout(600)  # more than a hundred starts
+@pytest.mark.timeout(1500)  # more than a hundred starts
 @pytest.mark.parametrize("layout", KILLS)
 def test_a_daemon_that_is_killed_at_any_moment_loses_nothing_that_was_durable(
     tmp_path: Path, seed: int, start_program: Callable[..., Program], layout: str

@@ -78,14 +78,14 @@ def unwritable(store: Path) -> Iterator[None]:
     try:
         for file in store.iterdir():
             if file.name != "LOCK":
-                done = subprocess.run(["chattr", "+i", file], capture_output=True, text=True, check=False, timeout=10)
+                done = subprocess.run(["chattr", "+i", file], capture_output=True, text=True, check=False, timeout=60)
                 if done.returncode == 0:
                     held.append(file)
                 else:
                     assert not file.exists(), done.stderr
         yield
     finally:
-        subprocess.run(["chattr", "-i", *held], check=True, timeout=10)
+        subprocess.run(["chattr", "-i", *held], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -123,7 +123,7 @@ def test_what_could_not_be_set_aside_and_comes_back_is_not_said_to_be_lost() -> 
         daemon.disk(commits={"corrupt": True}, rename={"errno": errno.EACCES})
         put(ns, keys_of(ns, "meets it", 1), durable=True)
         eventually(lambda: daemon.output().count("the SSD tier is open") == 2, SOON_S, "it to be opened again")
-        assert "Corruption: of a test's" in daemon.output()
+        daemon.says("Corruption: of a test's")
         opened(client)
         assert present(ns, kept) == kept
         assert ssd(client)["counters"]["lost"] == 0

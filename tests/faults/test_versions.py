@@ -133,13 +133,13 @@ def test_another_protocol_over_grpc_is_refused_naming_both(
         stub = kvstore_pb2_grpc.KVStoreStub(channel)
         request = pb.OpenNamespaceRequest(digest=block("grpc", KEY_BYTES), block_bytes=BLOCK)
         with pytest.raises(grpc.RpcError) as caught:
-            stub.OpenNamespace(request, metadata=metadata, timeout=5)
+            stub.OpenNamespace(request, metadata=metadata, timeout=30)
         assert caught.value.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
         if protocol.isdecimal():
             assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
             assert f"{PROTOCOL_OLDEST} to {PROTOCOL}" in caught.value.details()
         with pytest.raises(grpc.RpcError):
-            stub.Match(pb.MatchRequest(namespace_id=1, keys=[b"k" * 32]), metadata=metadata, timeout=5)
+            stub.Match(pb.MatchRequest(namespace_id=1, keys=[b"k" * 32]), metadata=metadata, timeout=30)
     after = watch.state()
     assert after["totals"] == before["totals"]
     assert not any(n["digest"] == block("grpc", KEY_BYTES).hex() for n in watch.client.stats()["namespaces"])

@@ -146,7 +146,7 @@ def test_the_tier_heals_by_itself_after_every_one_of_these() -> None:
         for n, rule in enumerate(({"any": {"errno": errno.EIO}}, {"write": {"errno": errno.ENOSPC}})):
             daemon.disk(**rule)
             assert put(ns, keys_of(ns, f"bad {n}", 4), durable=True)
-            assert ssd(client)["trouble"]
+            eventually(lambda: ssd(client)["trouble"], what="it to be told")
             daemon.disk()
             eventually(lambda: not (ssd(client)["trouble"] or ssd(client)["no_file"]), HEALED_S, "it to be well")
             durably(ns, keys_of(ns, f"good {n}", 4))

@@ -29,6 +29,7 @@ LAYERS, TOKENS, HEADS, DIM = 3, 16, 2, 32
 KINDS = ("nhd", "hnd", "fused", "mla")
 DTYPES = {"fp8": np.uint8, "bf16": np.uint16, "fp32": np.uint32}
 ANSWER_S = 60.0
+CHURN_S = 50.0
 
 
 def numbered(number: int, plane: int, shape: tuple[int, ...]) -> NDArray[Any]:
@@ -200,14 +201,21 @@ class Served:
         self.stream.synchronize(ANSWER_S)
         return [copied, [self.cache.block(pages[i * each : (i + 1) * each]).hex() for i in range(copied)]]
 
-    def churn(self, seconds: float, seed: int, chains: int, depth: int) -> Any:
+    def churn(self, seconds: float, seed: int, chains: int, depth: int, enough: str) -> Any:
         """Puts and gets of random chains for so long: how many came, and those that had not their own bytes.
+
+        It goes on until the file `enough` is there and something has come, or CHURN_S have passed.
 
         What a block has follows from its number alone, so every engine knows what all others put.
         """
-        chance, until = random.Random(seed), time.monotonic() + seconds
+        chance, began = random.Random(seed), time.monotonic()
         got, wrong = 0, []
-        while time.monotonic() < until:
+
+        def over() -> bool:
+            gone_s = time.monotonic() - began
+            return gone_s > CHURN_S or (gone_s > seconds and bool(got) and Path(enough).exists())
+
+        while not over():
             chain, count = chance.randrange(chains), chance.randrange(1, depth + 1)
             numbers = [chain * depth + i for i in range(count)]
             pages = chance.sample(range(self.cache.pages), count)
@@ -242,9 +250,12 @@ class Served:
         state = self.client.device_stats
         return eventually(lambda: state()["devices"][self.device.uuid][figure], what="page-locked memory")
 
+    def opened(self) -> Any:
+        """How much of the daemon's memory and events is open."""
+        return self.device.use().opened
+
     def close(self) -> Any:
         self.client.close()
-        return self.device.use().opened
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ from tests.wire import Wire
 
 BLOCK = 64 << 10
 CLIENT_BYTES = 64 << 20
-COPY_S = 20.0
+COPY_S = 60.0
 
 
 class DeviceProgram(Program):
@@ -128,7 +128,7 @@ class DeviceProgram(Program):
         found: pb.TicketReply = eventually(lambda: self.ended_ticket(reply.ticket), what="the end of a commit")
         return found
 
-    def prefetched(self, keys: Sequence[bytes], deadline_ms: int = 10_000) -> pb.TicketReply:
+    def prefetched(self, keys: Sequence[bytes], deadline_ms: int = 30_000) -> pb.TicketReply:
         """A prefetch to the device, and its end."""
         request = pb.PrefetchRequest(namespace_id=self.number, keys=keys, deadline_ms=deadline_ms)
         reply = self.ask_device(prefetch=request).prefetch

@@ -18,6 +18,9 @@ from tests.gpu.client_engine import Cache, Engine, Served, keys_of, namespace_fo
 from tests.gpu.gpu_nodes import GpuNode
 
 COUNT = 6
+CALL_S = 2.0
+"""So long that what a call does before it waits for the daemon is nothing beside it, on a slow machine, too."""
+
 Engines = Callable[..., Served]
 
 
@@ -89,11 +92,11 @@ def test_where_no_event_can_be_made_the_stream_is_waited_for(gpu_node: GpuNode, 
 
 
 def test_memory_that_takes_long_to_open_is_waited_for_by_nobody(gpu_node: GpuNode, engine: Engines) -> None:
-    one = engine(gpu_node, timeout_s=0.5, faults="open:delay=60,times=1")
+    one = engine(gpu_node, timeout_s=2.0, faults="open:delay=60,times=1")
     began = time.monotonic()
     assert one.put(COUNT, list(range(COUNT)))[0] in (0, COUNT)
     one.get(COUNT, list(range(32, 32 + COUNT)))
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20, "not the 60 s that it takes"
     one.device.plan.release()
     eventually(lambda: one.stats()["segments_open"])
     put_and_get(one, "later")
@@ -118,12 +121,12 @@ def test_a_put_is_visible_when_its_event_has_come_and_not_before(gpu_node: GpuNo
 
 
 def test_a_put_whose_stream_is_late_is_rejected_in_time_and_leaves_nothing(gpu_node: GpuNode, engine: Engines) -> None:
-    one = engine(gpu_node, timeout_s=0.4)
+    one = engine(gpu_node, timeout_s=2.0)
     put_and_get(one, "first")
     one.hold_stream()
     began = time.monotonic()
     result = one.ns.put(keys_of(one.ns, COUNT), one.kv.blocks(list(range(COUNT)), stream=one.stream))
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10, "nor the 30 s that the daemon waits for an event"
     assert (result.stored, result.rejected) == (0, COUNT)
     assert isinstance(result.error, DeadlineExceeded)
     assert one.ns.match(keys_of(one.ns, COUNT)).blocks == 0
@@ -147,16 +150,16 @@ def get_on_another_stream(one: Served, name: str) -> None:
 def test_a_daemon_that_stands_still_is_waited_for_no_longer_than_a_call_may_take(
     gpu_node: GpuNode, engine: Engines
 ) -> None:
-    one = engine(gpu_node, timeout_s=0.4)
+    one = engine(gpu_node, timeout_s=CALL_S)
     put_and_get(one)
     gpu_node.pause()
     try:
         began = time.monotonic()
         assert one.put(COUNT, list(range(COUNT)), name="paused")[0] == 0
-        assert time.monotonic() - began < 2 * 0.4
+        assert time.monotonic() - began < 2 * CALL_S
         began = time.monotonic()
         assert one.get(2, [40, 41])[0] == 0
-        assert time.monotonic() - began < 2 * 0.4
+        assert time.monotonic() - began < 2 * CALL_S
     finally:
         gpu_node.resume()
     eventually(lambda: one.client.health().reachable)
@@ -174,7 +177,7 @@ def test_a_client_survives_daemons_that_are_killed_while_it_copies_from_their_po
     for _ in range(3):
         until = time.monotonic() + 0.3
         killed = False
-        while time.monotonic() < until:
+        while not killed or time.monotonic() < until:
             copied, blocks = one.get(COUNT, list(range(32, 32 + COUNT)))
             assert blocks == expected[:copied]
             if not killed and time.monotonic() > until - 0.15:
@@ -272,6 +275,7 @@ def test_a_device_that_is_lost_and_comes_back_is_used_again(gpu_node: GpuNode, e
     gpu_node.lose()
     get(one)  # by shared memory
     put_and_get(one, "without")
+    eventually(lambda: one.stats()["pools"].get(gpu_node.uuids[0]), what="the client to be told of the loss")
     gpu_node.come()
     eventually(lambda: one.stats()["pools"].get(gpu_node.uuids[0]) == "")
     before = committed(gpu_node)
@@ -353,11 +357,11 @@ def test_the_sdk_imports_nothing_of_devices_before_they_are_used() -> None:
 
 
 def test_closing_that_hangs_holds_up_nobody(gpu_node: GpuNode, engine: Engines) -> None:
-    one = engine(gpu_node, timeout_s=0.5, faults="close:delay=60")
+    one = engine(gpu_node, timeout_s=2.0, faults="close:delay=60")
     put_and_get(one)
     began = time.monotonic()
     one.client.close()
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 20, "not the 60 s that it takes"
     put_and_get(engine(gpu_node), "other")
     one.device.plan.release()
     eventually(lambda: one.device.use().opened == 0)
@@ -372,7 +376,7 @@ def test_page_locking_that_hangs_holds_up_nobody(gpu_node: GpuNode, engine: Engi
     get(one)
     began = time.monotonic()
     one.client.close()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20, "not the 60 s that it takes"
     one.device.plan.release()
     eventually(lambda: one.device.use().nothing)
 

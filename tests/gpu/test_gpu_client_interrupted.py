@@ -97,6 +97,7 @@ def in_use(one: Served) -> bool:
     )
 
 
+@pytest.mark.timeout(900)  # a call for each line of the client's that it comes by
 @pytest.mark.parametrize("way", list(WAYS))
 def test_slots_and_buffers_under_a_copy_stay_in_use_wherever_an_interrupt_comes(
     gpu_node: GpuNode, engine: Engines, way: str
@@ -152,7 +153,7 @@ def in_the_child(one: Served, endpoint: str) -> int:
     try:
         began = time.monotonic()
         one.client.close()
-        if time.monotonic() - began > 2:
+        if time.monotonic() - began > 8:  # far less than the parent's time-out
             return 1
         with Client(endpoint, timeout_s=5.0) as client:
             client.device_stats()

@@ -23,12 +23,15 @@ from tests.gpu.client_engine import Served, keys_of
 from tests.gpu.gpu_nodes import GpuNode
 
 COUNT = 4
+LATE_S = 1.5
+"""A put whose stream stands still gives up after that; what is not late has the time on a slow machine, too."""
+
 Engines = Callable[..., Served]
 
 
 @pytest.fixture
 def engine() -> Iterator[Engines]:
-    """Engines in this process: `engine(node, timeout_s=0.4)`."""
+    """Engines in this process: `engine(node, timeout_s=LATE_S)`."""
     running: list[Served] = []
 
     def start(node: GpuNode, timeout_s: float = 5.0, **device: Any) -> Served:
@@ -80,7 +83,7 @@ def watched(one: Served) -> threading.Event:
 def test_a_segment_is_mapped_as_long_as_a_queued_kernel_writes_to_it(
     gpu_node: GpuNode, engine: Engines, end: str
 ) -> None:
-    one = engine(gpu_node, timeout_s=0.4)
+    one = engine(gpu_node, timeout_s=LATE_S)
     assert one.put(1, [0])[0] == 1
     began = watched(one)
     late_put(one)
@@ -95,7 +98,7 @@ def test_a_segment_is_mapped_as_long_as_a_queued_kernel_writes_to_it(
 
 
 def test_a_failed_commit_leaves_its_segment_mapped_until_its_kernel_has_run(gpu_node: GpuNode, engine: Engines) -> None:
-    one = engine(gpu_node, timeout_s=0.4)
+    one = engine(gpu_node, timeout_s=LATE_S)
     assert one.put(1, [0])[0] == 1
     began = watched(one)
     late_put(one)
@@ -213,7 +216,7 @@ def end_sessions(node: GpuNode) -> None:
 
 
 def test_a_session_that_is_lost_with_a_commit_pending_loses_no_slot(gpu_node: GpuNode, engine: Engines) -> None:
-    one = engine(gpu_node, timeout_s=0.4)
+    one = engine(gpu_node, timeout_s=LATE_S)
     assert one.put(1, [0])[0] == 1
     for round_ in range(2):
         one.gate = type(one.gate)()
@@ -231,7 +234,7 @@ def test_a_session_that_is_lost_with_a_commit_pending_loses_no_slot(gpu_node: Gp
 def test_a_commit_that_is_given_up_after_its_session_was_replaced_is_settled(
     gpu_node: GpuNode, engine: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = engine(gpu_node, timeout_s=0.4)
+    one = engine(gpu_node, timeout_s=LATE_S)
     assert one.put(1, [0])[0] == 1
     later = Pool.later
 

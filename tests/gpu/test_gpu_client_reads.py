@@ -51,7 +51,7 @@ def test_what_was_evicted_from_the_device_is_brought_back_ahead_of_use(gpu_node:
     eventually(lambda: gpu_node.stats_of()["counters"]["copied_down"] == COUNT)
     evicted(gpu_node, pb.TIER_GPU)
     assert set(served.ns.match(keys).tiers) == {"host"}
-    ticket = served.ns.prefetch(keys, 10.0, to=to(gpu_node))
+    ticket = served.ns.prefetch(keys, 20.0, to=to(gpu_node))
     assert ticket.wait() == COUNT
     assert (ticket.state, ticket.why) == ("done", "")
     assert set(served.ns.match(keys).tiers) == {"gpu"}
@@ -66,7 +66,7 @@ def test_what_only_the_ssd_has_is_brought_to_the_device(start_gpu_node: Callable
     evicted(node, pb.TIER_GPU, pb.TIER_HOST)
     keys = keys_of(served.ns, COUNT)
     assert set(served.ns.match(keys).tiers) == {"ssd"}
-    assert served.ns.prefetch(keys, 10.0, to=to(node)).wait() == COUNT
+    assert served.ns.prefetch(keys, 20.0, to=to(node)).wait() == COUNT
     assert set(served.ns.match(keys).tiers) == {"gpu"}
     assert served.get(COUNT, list(range(10, 10 + COUNT))) == [COUNT, [one.hex() for one in bytes_of]]
     evicted(node, pb.TIER_GPU, pb.TIER_HOST)
@@ -84,7 +84,7 @@ def test_a_prefetch_to_a_device_has_a_deadline_and_can_be_cancelled(gpu_node: Gp
     late.wait()
     assert late.state == "failed"
     assert late.why
-    other = served.ns.prefetch(keys, 10.0, to=to(gpu_node), priority=3)
+    other = served.ns.prefetch(keys, 20.0, to=to(gpu_node), priority=3)
     other.cancel()
     assert other.state == "cancelled"
     gpu_node.faults("")
@@ -170,7 +170,7 @@ def test_a_device_that_is_not_here_is_said(gpu_node: GpuNode, served: Served) ->
 async def prefetched(endpoint: str, name: str, block_bytes: int, device: str) -> int:
     async with aio.Client(endpoint) as client:
         ns = await client.raw_namespace(name, block_bytes)
-        ticket = await ns.prefetch([ns.key(f"k{i}".encode()) for i in range(COUNT)], to=device)
+        ticket = await ns.prefetch([ns.key(f"k{i}".encode()) for i in range(COUNT)], deadline_s=20.0, to=device)
         return await ticket.wait()
 
 

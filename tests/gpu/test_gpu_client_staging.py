@@ -81,7 +81,7 @@ def test_a_buffer_of_a_lost_device_is_given_up_by_close(gpu_node: GpuNode, engin
 
 
 def test_a_buffer_given_up_for_a_late_copy_is_freed_when_the_copy_has_ended(gpu_node: GpuNode, engine: Engines) -> None:
-    one = engine(gpu_node, timeout_s=0.3, faults=f"{NOT_EVEN_A_BUFFER};copy:delay=60,times=1")
+    one = engine(gpu_node, timeout_s=1.5, faults=f"{NOT_EVEN_A_BUFFER};copy:delay=60,times=1")
     assert one.put(COUNT, list(range(COUNT)))[0] == 0
     held = memory(one)
     assert held != (0, 0)

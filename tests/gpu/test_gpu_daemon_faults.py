@@ -3,6 +3,7 @@
 import time
 import urllib.request
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,20 @@ Start = Callable[..., GpuNode]
 Raw = Callable[..., RawEngine]
 Process = Callable[..., EngineProcess]
 
-HEALTH_S = 0.5
+HEALTH_S, HANGS_S, ASKED = 0.5, 60.0, 5
+LATE_S = 2.0
+"""A limit of the daemon's for calls that hang; those that do not have the time on a slow machine, too."""
+
+
+def healthy_in_time(asking: Wire) -> None:
+    """The best of several counts, for this process may stand still itself; none waits for what hangs."""
+    took = []
+    for _ in range(ASKED):
+        began = time.monotonic()
+        assert asking.call(health=pb.HealthRequest()).health.healthy
+        took.append(time.monotonic() - began)
+    assert min(took) < HEALTH_S
+    assert max(took) < HANGS_S / 6
 
 
 def put_and_get(engine: RawEngine, start: int, count: int = 4) -> None:
@@ -45,14 +59,10 @@ def test_a_dead_engine_whose_buffers_hang_as_they_are_closed_costs_nobody_anythi
     dead.kill()
     eventually(lambda: node.stats_of()["calls_hanging"] == 50)
     with Wire(node.socket) as asking:
-        began = time.monotonic()
-        assert asking.call(health=pb.HealthRequest()).health.healthy
-        assert time.monotonic() - began < HEALTH_S
+        healthy_in_time(asking)
     began = time.monotonic()
-    fresh = raw_engine(node)
-    assert time.monotonic() - began < HEALTH_S
-    put_and_get(fresh, 100)
-    assert time.monotonic() - began < 5.0, "a new engine waits for what a dead one has left"
+    put_and_get(raw_engine(node), 100)
+    assert time.monotonic() - began < HANGS_S / 3, "a new engine waits for what a dead one has left"
     eventually(lambda: not node.stats_of()["quarantined"])
     node.faults("")
     eventually(lambda: node.stats_of()["calls_hanging"] == 0)
@@ -77,7 +87,7 @@ def test_an_event_that_does_not_answer_holds_up_no_other_process(
 def test_a_commit_whose_event_cannot_be_opened_in_time_fails_and_says_so(
     start_gpu_node: Start, raw_engine: Raw
 ) -> None:
-    node = start_gpu_node(limits={"watching.OPEN_S": 0.3})
+    node = start_gpu_node(limits={"watching.OPEN_S": LATE_S})
     engine = raw_engine(node)
     node.faults("open_event:delay=60,times=1")
     ended = engine.put([1])
@@ -206,16 +216,21 @@ def test_a_commit_that_waits_ends_when_its_device_is_lost(start_gpu_node: Start,
     ticket = engine.commit(slots, [1, 2], engine.write(slots, [1, 2]))
     eventually(lambda: node.stats_of()["commits_pending"] == 1)
     node.lose()
-    ended = engine.ticket(ticket, 2.0)
+    ended = engine.ticket(ticket, 20.0)  # the daemon waits 30 s for an event that does not come
     assert ended.state == pb.TICKET_FAILED
     assert "out of use" in ended.why
     plan.release()
 
 
+def carrier_of(node: GpuNode) -> dict[str, Any]:
+    """The session that has slots of memory which the device's copies write to."""
+    return dict(next(row for row in node.stats()["sessions"] if row["client"].startswith("gpu ")))
+
+
 def test_a_device_whose_copies_hang_is_lost_and_its_slots_stay_until_they_end(
     start_gpu_node: Start, raw_engine: Raw
 ) -> None:
-    node = start_gpu_node(limits={"copier.BATCH_S": 0.5})
+    node = start_gpu_node(limits={"copier.BATCH_S": LATE_S})
     engine = raw_engine(node)
     node.faults("transfer:delay=60")
     assert engine.put(range(3)).state == pb.TICKET_DONE
@@ -225,12 +240,10 @@ def test_a_device_whose_copies_hang_is_lost_and_its_slots_stay_until_they_end(
     assert stats["calls_hanging"] >= 1
     assert node.stats()["daemon"]["healthy"]
     # Slots of memory are the hanging copies' still: the daemon's own session has them.
-    carrier = next(row for row in node.stats()["sessions"] if row["client"].startswith("gpu "))
-    assert carrier["granted_slots"] == stats["counters"]["left_behind"]
+    assert carrier_of(node)["granted_slots"] == stats["counters"]["left_behind"]
     node.faults("")
     eventually(lambda: node.stats_of()["calls_hanging"] == 0)
-    sessions = node.stats()["sessions"]
-    assert next(row for row in sessions if row["client"].startswith("gpu "))["granted_slots"] == 0
+    eventually(lambda: carrier_of(node)["granted_slots"] == 0)
     eventually(lambda: not node.stats_of()["trouble"])
     put_and_get(raw_engine(node), 10)
 
@@ -238,13 +251,19 @@ def test_a_device_whose_copies_hang_is_lost_and_its_slots_stay_until_they_end(
 def test_memory_of_a_device_that_only_hung_is_freed_when_its_clients_are_gone(
     start_gpu_node: Start, raw_engine: Raw, engine_process: Process
 ) -> None:
-    node = start_gpu_node(limits={"device_memory.MAKE_S": 0.3})
+    node = start_gpu_node(limits={"device_memory.MAKE_S": LATE_S})
     engine = engine_process(node)
     assert engine("put", [1, 2])["state"] == pb.TICKET_DONE
     node.faults("allocate:delay=60,times=1")
     other = raw_engine(node, block_bytes=4096)
-    with pytest.raises(errors.KVStoreError, match=r"out of use|generation"):
-        other.reserve(1)
+
+    def refused() -> bool:
+        """At first it is only told that memory is being made ready."""
+        with pytest.raises(errors.KVStoreError) as why:
+            other.reserve(1)
+        return "out of use" in str(why.value) or "generation" in str(why.value)
+
+    eventually(refused)
     eventually(lambda: node.stats_of()["generation"] == 2)
     node.faults("")
     eventually(lambda: node.stats_of()["calls_hanging"] == 0)

@@ -12,7 +12,10 @@ from tests.gpu.gpu_nodes import GpuNode, host_device
 from tests.gpu.raw_engine import EngineProcess
 
 SEED = random.SystemRandom().randrange(1 << 32)
-SOAK_S = 12.0
+SOAK_S, READ_MIN = 12.0, 50
+LONGER_S = 60.0
+"""A slow machine goes on for so long until enough was read."""
+
 CHAINS, CHAIN = 24, 6
 
 
@@ -34,7 +37,7 @@ def test_no_engine_ever_reads_another_block_s_bytes(
     )
     engines = [engine_process(node) for _ in range(3)]
     until, read, losses, deaths = time.monotonic() + SOAK_S, 0, 0, 0
-    while time.monotonic() < until:
+    while time.monotonic() < until or (read <= READ_MIN and time.monotonic() < until + LONGER_S):
         engine = chance.choice(engines)
         first = chance.randrange(CHAINS) * CHAIN
         chain = list(range(first, first + CHAIN))
@@ -57,7 +60,7 @@ def test_no_engine_ever_reads_another_block_s_bytes(
             engines[engines.index(engine)] = engine_process(node)
     stats = node.stats()
     print("read", read, "losses", losses, "deaths", deaths, dict(stats["gpus"][0]["counters"]))
-    assert read > 50
+    assert read > READ_MIN
     assert stats["daemon"]["healthy"], stats["daemon"]["problems"]
     assert stats["daemon"]["internal_errors"] == 0
     for engine in engines:

@@ -155,7 +155,7 @@ def test_a_client_that_is_killed_in_a_commit_leaves_nothing_visible_and_no_slot(
         lambda: gpu_node.stats_of()["granted"] + gpu_node.stats_of()["quarantined"] == 0, what="its slots to be free"
     )
     assert reader.match(keys) == []
-    assert gpu_node.stats_of()["counters"]["commits_failed"] == 1
+    eventually(lambda: gpu_node.stats_of()["counters"]["commits_failed"] == 1)
 
 
 def test_memory_granted_to_a_process_that_is_gone_is_kept_until_its_devices_are_quiet(

@@ -13,7 +13,7 @@ from tests.gpu.edge_program import DeviceProgram, programs
 from tests.gpu.gpu_nodes import GpuNode
 from tests.server.ssd_program import keys_of
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 Code = grpc.StatusCode
 
 

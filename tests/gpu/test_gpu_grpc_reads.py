@@ -60,7 +60,7 @@ def test_a_copy_down_that_does_not_end_is_a_miss_within_the_time_out(
     node: GpuNode, served: Served, bytes_of: list[bytes], by: str
 ) -> None:
     node.faults("transfer:delay=60")
-    with Client(getattr(node, by), timeout_s=1.0) as client:
+    with Client(getattr(node, by), timeout_s=2.0) as client:
         ns = namespace_for(client, served.kv)
         assert ns.get(keys_of(ns, COUNT)) == []
         assert client.stats(), "and the session goes on"

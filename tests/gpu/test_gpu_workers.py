@@ -28,7 +28,7 @@ from tests.cuda.device_peer import HOST_UUID, Peer, make_device, pattern, read
 MIB = 1 << 20
 SLOT = 64 << 10
 SEGMENTS = 4
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @pytest.fixture(params=["host", "standin", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -27,7 +27,7 @@ def child() -> "subprocess.Popen[bytes]":
 
 def end(child: "subprocess.Popen[bytes]") -> None:
     child.kill()
-    child.wait(10)
+    child.wait(60)
     assert child.stdin is not None
     child.stdin.close()
 

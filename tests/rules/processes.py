@@ -74,7 +74,7 @@ class Program:
     def pid(self) -> int:
         return self.process.pid
 
-    def hear(self, timeout_s: float = 30.0) -> str:
+    def hear(self, timeout_s: float = 90.0) -> str:
         """The next line it says; fails where it ends or says nothing in time."""
         assert self.process.stdout is not None
         until = time.monotonic() + timeout_s
@@ -91,7 +91,7 @@ class Program:
         assert self.process.stdin is not None
         self.process.stdin.write(line.encode() + b"\n")
 
-    def ask(self, line: str, timeout_s: float = 30.0) -> str:
+    def ask(self, line: str, timeout_s: float = 90.0) -> str:
         self.say(line)
         return self.hear(timeout_s)
 
@@ -103,7 +103,7 @@ class Program:
     def go_on(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
 
-    def finish(self, timeout_s: float = 30.0) -> int:
+    def finish(self, timeout_s: float = 90.0) -> int:
         """Waits for its own end; the exit status."""
         return self.process.wait(timeout_s)
 
@@ -111,7 +111,7 @@ class Program:
         """SIGKILL, unless it has ended, and waits until it is gone."""
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(20)
+        self.process.wait(60)
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             pipe.close()

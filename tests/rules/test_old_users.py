@@ -20,7 +20,7 @@ def test_an_array_of_a_lost_commit_does_not_give_back_the_slots_next_use(
     start_daemon: Callable[..., RunningDaemon],
 ) -> None:
     daemon = start_daemon(host__size="8MiB")
-    with Client(daemon.endpoint, timeout_s=0.5) as first, Client(daemon.endpoint) as second:
+    with Client(daemon.endpoint, timeout_s=2.0) as first, Client(daemon.endpoint) as second:
         ns, other = first.raw_namespace("old", BLOCK), second.raw_namespace("old", BLOCK)
         key = [ns.key(b"lost")]
         slots = ns.reserve(1)

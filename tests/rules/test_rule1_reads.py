@@ -253,7 +253,8 @@ def test_a_reader_without_a_descriptor_left_misses_and_says_why_once(
 # -- two readers that look at every byte, and a writer that rewrites as fast as it can
 
 READS_EACH = 520_000
-SECONDS_MAX = 100.0
+SECONDS_MAX = 300.0
+"""Far more than it takes where nothing else runs."""
 
 WRITER = """
 import random
@@ -327,6 +328,7 @@ def result(reader: Program) -> list[int]:
 
 
 @pytest.mark.stress
+@pytest.mark.timeout(450)
 def test_every_byte_of_a_million_blocks_is_right_while_all_of_them_are_rewritten(
     small: RunningDaemon, start_program: Start
 ) -> None:

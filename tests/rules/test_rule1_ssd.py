@@ -1,6 +1,7 @@
 """Rule 1 where blocks go to the SSD and come back: an entry that is not in memory is never copied from."""
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from tests.rules.processes import Program, fill, names, store
 from tests.rules.test_rule1_reads import Between
 
 BLOCK = 4096
-SECONDS = 5.0
+SECONDS, SECONDS_MAX = 5.0, 60.0
+"""How long it goes on: at least, and at most where little has come from the SSD by then."""
 
 Start = Callable[..., Program]
 
@@ -106,15 +108,15 @@ def test_flags_of_the_ssd_disturb_no_reader(client: Client, ns: Namespace, betwe
 
 
 READER = """
-import random, time
-chance, until = random.Random(int(sys.argv[2])), time.monotonic() + float(sys.argv[3])
+import os, random, time
+chance, until = random.Random(int(sys.argv[2])), time.monotonic() + float(sys.argv[4])
 with Client(sys.argv[1], name="reader", timeout_s=5.0) as client:
     ns = client.raw_namespace("rule 1", 4096)
     keys = [ns.key(b"stressed %d" % i) for i in range(1000)]
     expected = np.frombuffer(b"".join(block(key, 4096) for key in keys), np.uint8).reshape(1000, 4096)
     out = np.empty((16, 4096), np.uint8)
     rows, reads, calls, wrong = list(out), 0, 0, 0
-    while time.monotonic() < until:
+    while time.monotonic() < until and not os.path.exists(sys.argv[3]):
         count = chance.choice((1, 2, 4, 16))
         start = chance.randrange(0, 1001 - count)
         some = keys[start : start + count]
@@ -131,13 +133,13 @@ with Client(sys.argv[1], name="reader", timeout_s=5.0) as client:
 """
 
 CHANGER = """
-import random, time
-chance, until = random.Random(int(sys.argv[2])), time.monotonic() + float(sys.argv[3])
+import os, random, time
+chance, until = random.Random(int(sys.argv[2])), time.monotonic() + float(sys.argv[4])
 with Client(sys.argv[1], name="changer", timeout_s=5.0) as client:
     ns = client.raw_namespace("rule 1", 4096)
     keys = [ns.key(b"stressed %d" % i) for i in range(1000)]
     tickets, fresh = [], 0
-    while time.monotonic() < until:
+    while time.monotonic() < until and not os.path.exists(sys.argv[3]):
         some = chance.sample(keys, 16)
         ns.remove(some[:4])
         ns.put(some[:4], [block(key, 4096) for key in some[:4]])
@@ -156,17 +158,24 @@ with Client(sys.argv[1], name="changer", timeout_s=5.0) as client:
 
 
 def test_every_byte_is_right_while_blocks_go_to_the_ssd_and_come_back(
-    daemon: RunningDaemon, client: Client, ns: Namespace, start_program: Start
+    daemon: RunningDaemon, client: Client, ns: Namespace, tmp_path: Path, start_program: Start
 ) -> None:
-    seed = random.randrange(1 << 30)
+    seed, enough = random.randrange(1 << 30), tmp_path / "enough"
     print(f"seed {seed}")
     keys = [ns.key(b"stressed %d" % i) for i in range(1000)]
     for at in range(0, 1000, 50):
         some = keys[at : at + 50]
         assert ns.put(some, [block(key, BLOCK) for key in some], durable=True).error is None
-    changer = start_program(CHANGER, daemon.endpoint, seed, SECONDS)
-    readers = [start_program(READER, daemon.endpoint, seed + 1 + i, SECONDS) for i in range(2)]
-    found = [[int(word) for word in reader.hear(SECONDS + 60).split()] for reader in readers]
+    began = time.monotonic()
+    changer = start_program(CHANGER, daemon.endpoint, seed, enough, SECONDS_MAX)
+    readers = [start_program(READER, daemon.endpoint, seed + 1 + i, enough, SECONDS_MAX) for i in range(2)]
+
+    def much() -> bool:
+        return time.monotonic() - began > SECONDS and client.stats()["ssd"]["counters"]["loaded"] > 2000
+
+    eventually(much, SECONDS_MAX, "blocks to come from the SSD")
+    enough.touch()
+    found = [[int(word) for word in reader.hear().split()] for reader in readers]
     assert int(changer.hear(60)) > 0
     reads, calls, wrong = (sum(column) for column in zip(*found, strict=True))
     stats = client.stats()

@@ -32,6 +32,9 @@ from tests.rules.processes import (
 from tests.wire import Wire
 
 BLOCK = 16 << 10
+HASTY_S, IN_TIME_S = 1.0, 8.0
+"""A client's time-out, and what a few of them in a row never come to."""
+
 
 Start = Callable[..., Program]
 
@@ -52,8 +55,8 @@ def ns(client: Client) -> Namespace:
 
 @pytest.fixture
 def hasty(daemon: RunningDaemon) -> Iterator[Client]:
-    """A client that waits for nobody longer than 0.4 s."""
-    with Client(daemon.endpoint, name="hasty", timeout_s=0.4) as client:
+    """A client that waits for nobody longer than HASTY_S."""
+    with Client(daemon.endpoint, name="hasty", timeout_s=HASTY_S) as client:
         yield client
 
 
@@ -75,17 +78,17 @@ def test_calls_to_a_daemon_that_stands_still_end_in_time_and_the_client_resumes(
     slots = mine.reserve(2)
     daemon.pause()
     out = np.empty(BLOCK, np.uint8)
-    with within(1.0):
+    with within(IN_TIME_S):
         assert mine.get_into(keys[:1], out) == 1, "reads need no daemon"
     new = [mine.key(name) for name in names("new", 8)]
-    with within(3.0):
+    with within(IN_TIME_S):
         result = mine.put(new, [block(key, BLOCK) for key in new])
     assert (result.stored, result.rejected) == (0, 8)
     assert isinstance(result.error, Unavailable)
     for call in (lambda: mine.remove(keys), hasty.stats, lambda: mine.pin(keys, ttl_s=1), lambda: mine.reserve(1)):
-        with within(3.0), pytest.raises(Unavailable):
+        with within(IN_TIME_S), pytest.raises(Unavailable):
             call()
-    with within(3.0):
+    with within(IN_TIME_S):
         assert not hasty.health().reachable
     assert mine.get_into(keys[:1], out) == 0
     assert len(mine.acquire(keys)) == 0
@@ -190,7 +193,7 @@ def test_a_client_that_is_closed_after_a_time_out_leaves_nothing_in_quarantine(
 ) -> None:
     """It stayed there until the process ended, which for an engine is for ever."""
     keys = store(ns, names("held", 4))
-    hasty = Client(daemon.endpoint, name="hasty", timeout_s=0.4)
+    hasty = Client(daemon.endpoint, name="hasty", timeout_s=HASTY_S)
     mine = hasty.raw_namespace("rule 3", BLOCK)
     lease, slots = mine.acquire(keys), mine.reserve(3)
     views = lease.views
@@ -203,7 +206,7 @@ def test_a_client_that_is_closed_after_a_time_out_leaves_nothing_in_quarantine(
     daemon.resume()
     eventually(lambda: held(client, BLOCK) == {"quarantined": 3, "leased": 4}, 10, "the quarantine")
     del slots
-    with within(2.0):
+    with within(IN_TIME_S):
         hasty.close()
     eventually(lambda: held(client, BLOCK) == {"leased": 4}, 5, "what nobody looks at to be free")
     assert [bytes(view) for view in views] == [block(key, BLOCK) for key in keys]
@@ -212,11 +215,11 @@ def test_a_client_that_is_closed_after_a_time_out_leaves_nothing_in_quarantine(
 
 
 def test_closing_while_the_daemon_stands_still_ends_in_time(daemon: RunningDaemon) -> None:
-    hasty = Client(daemon.endpoint, name="hasty", timeout_s=0.4)
+    hasty = Client(daemon.endpoint, name="hasty", timeout_s=HASTY_S)
     hasty.raw_namespace("rule 3", BLOCK).reserve(1)
     daemon.pause()
     hasty.health()
-    with within(3.0):
+    with within(IN_TIME_S):
         hasty.close()
     daemon.resume()
 

@@ -252,7 +252,7 @@ def test_a_forked_child_has_no_part_in_the_session_and_does_not_disturb_it(
     assert parent["pid"] == forker.pid
     assert parent["leased_slots"] == 2
     assert parent["granted_slots"] >= 2
-    assert session(client, "child") is None
+    eventually(lambda: session(client, "child") is None, 5, "the child's own session to end")
     fill(client, ns, "others")
     key = ns.key(b"fork 8")
     ns.put([key], block(key, BLOCK))

@@ -31,8 +31,8 @@ Start = Callable[..., Program]
 
 @pytest.fixture
 def daemon(start_daemon: Callable[..., RunningDaemon]) -> RunningDaemon:
-    """4 MiB in 64 segments of four 16 KiB slots; a stream that stalls is ended after 0.4 s."""
-    return start_daemon(host__size="4MiB", server__grpc="127.0.0.1:0", lease__ttl="400ms")
+    """4 MiB in 64 segments of four 16 KiB slots; a stream that stalls is ended after 1.5 s."""
+    return start_daemon(host__size="4MiB", server__grpc="127.0.0.1:0", lease__ttl="1500ms")
 
 
 @pytest.fixture
@@ -59,10 +59,10 @@ def test_a_slot_whose_stream_went_silent_is_not_written_when_the_rest_of_its_byt
         def messages() -> Iterator[pb.PutChunk]:
             yield pb.PutChunk(header=pb.PutHeader(namespace_id=number, keys=[key], parents=[b""], depths=[0]))
             yield pb.PutChunk(data=data[: BLOCK // 2])
-            go_on.wait(30)
+            go_on.wait(90)
             yield pb.PutChunk(data=data[BLOCK // 2 :], checksum=xxhash.xxh3_64_intdigest(data))
 
-        call = stub.Put.future(messages(), timeout=30)
+        call = stub.Put.future(messages(), timeout=90)
         try:
             eventually(lambda: pool(client, BLOCK)["granted"] == 1, 10, "the stream to have a slot")
             eventually(lambda: pool(client, BLOCK)["granted"] == 0, 10, "the stream to lose it")

@@ -22,6 +22,9 @@ from tests.conftest import RunningDaemon, eventually
 
 READ, WRITE = "read", "write"
 
+SILENT_S = 60.0
+"""A gate that is closed for long, as it is where the machine is slow, is to be no silent disk."""
+
 
 def gate_calls(gates: Path) -> None:
     """Calls of the file layer wait at their gates, with the GIL released, as a call that waits for a disk does."""
@@ -49,7 +52,7 @@ class GatedDaemon(RunningDaemon):
         self.gates.mkdir()
         for name in (READ, WRITE):
             (self.gates / name).touch()
-        self.patches = patches or {}
+        self.patches = {"SILENT_S": SILENT_S, **(patches or {})}
         super().__init__(directory, {"ssd.path": str(directory / "ssd"), **settings})
 
     def command(self) -> list[str]:

@@ -28,7 +28,7 @@ from kvstore.tiers.slab import Slab
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.kvstore_pb2_grpc import KVStoreStub
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 EPOCH = 12345
 
 
@@ -182,7 +182,7 @@ def with_edge(scenario: Callable[[Scene], Awaitable[None]], size_bytes: int = 64
         scene.indexes.close()
         return scene
 
-    return asyncio.run(asyncio.wait_for(run(), 60.0))
+    return asyncio.run(asyncio.wait_for(run(), 120.0))
 
 
 @contextlib.contextmanager

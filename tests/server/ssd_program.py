@@ -96,7 +96,7 @@ class Program:
         found = self.ticket(number)
         return found if found.state != pb.TICKET_RUNNING else None
 
-    def prefetch(self, keys: Sequence[bytes], deadline_ms: int = 10_000) -> pb.PrefetchReply:
+    def prefetch(self, keys: Sequence[bytes], deadline_ms: int = 30_000) -> pb.PrefetchReply:
         request = pb.PrefetchRequest(namespace_id=self.number, keys=keys, deadline_ms=deadline_ms)
         return self.wire.call(prefetch=request).prefetch
 
@@ -106,15 +106,24 @@ class Program:
         """The tier of each block of the leading run."""
         return list(self.wire.call(match=pb.MatchRequest(namespace_id=self.number, keys=keys)).match.tiers)
 
-    def ask(self, keys: Sequence[bytes], wait_ms: int = 1000, deadline_ms: int = 10_000) -> pb.LoadReply:
+    def ask(self, keys: Sequence[bytes], wait_ms: int = 1000, deadline_ms: int = 30_000) -> pb.LoadReply:
         """A Load's first message."""
         return self.wire.call(load=self.load_request(keys, wait_ms, deadline_ms)).load
 
-    def load_request(self, keys: Sequence[bytes], wait_ms: int = 1000, deadline_ms: int = 10_000) -> pb.LoadRequest:
+    def load_request(self, keys: Sequence[bytes], wait_ms: int = 1000, deadline_ms: int = 30_000) -> pb.LoadRequest:
         return pb.LoadRequest(namespace_id=self.number, keys=keys, wait_ms=wait_ms, deadline_ms=deadline_ms)
 
-    def again(self, number: int, wait_ms: int = 1000) -> pb.LoadReply:
-        return self.wire.call(load=pb.LoadRequest(ticket=number, wait_ms=wait_ms)).load
+    def again(self, number: int, wait_ms: int = 0) -> pb.LoadReply:
+        """Asks again: once, where it is said how long that waits, else until the answer is final."""
+        if wait_ms:
+            return self.wire.call(load=pb.LoadRequest(ticket=number, wait_ms=wait_ms)).load
+
+        def final() -> pb.LoadReply | None:
+            reply = self.wire.call(load=pb.LoadRequest(ticket=number, wait_ms=1000)).load
+            return None if reply.ticket else reply
+
+        found: pb.LoadReply = eventually(final, what="the end of a load")
+        return found
 
     def load(self, keys: Sequence[bytes]) -> pb.LoadReply:
         """Asks until the answer is final."""

@@ -18,16 +18,12 @@ from tests.server.gated_disk import READ, GatedDaemon, gated
 from tests.server.ssd_program import BLOCK, Program, keys_of, nothing_held, row_of
 
 BUSY_S = 2.0
-SILENT_S = 60.0
-"""That the gate is closed is to be no silent disk, which would be out of use."""
 
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[GatedDaemon]:
     """One load of a session, and two prefetches and two durable commits, are all that may be under way."""
-    with gated(
-        {"LOADS_MAX": 1, "RUNNING_MAX": 2, "GET_LOAD_S": 0.5, "SILENT_S": SILENT_S}, server__grpc="127.0.0.1:0"
-    ) as daemon:
+    with gated({"LOADS_MAX": 1, "RUNNING_MAX": 2, "GET_LOAD_S": 3.0}, server__grpc="127.0.0.1:0") as daemon:
         yield daemon
 
 

@@ -9,7 +9,6 @@ import random
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +24,7 @@ from tests.conftest import RunningDaemon, eventually
 from tests.nodes import Watch, anonymous_bytes, block, running
 from tests.server.grpc_edge import WAIT_S, Scene, block_of, key_of, put_messages, refused, with_edge
 from tests.server.test_auth import REQUESTS
+from tests.stopwatch import Stopwatch
 
 BLOCK = 64 << 10
 ANSWERS_WITHIN_S = 1.0
@@ -67,11 +67,11 @@ class Asker:
     def _run(self, address: str) -> None:
         with grpc.insecure_channel(address, options=OWN_CONNECTION) as channel:
             stub = KVStoreStub(channel)
-            stub.Health(pb.HealthRequest(), timeout=10)
+            stub.Health(pb.HealthRequest(), timeout=30)
             while not self._over.wait(0.005):
-                began = time.monotonic()
-                assert stub.Health(pb.HealthRequest(), timeout=10).healthy
-                self.slowest = max(self.slowest, time.monotonic() - began)
+                watch = Stopwatch()
+                assert stub.Health(pb.HealthRequest(), timeout=30).healthy
+                self.slowest = max(self.slowest, watch.seconds)
                 self.answers += 1
 
     def close(self) -> None:
@@ -231,12 +231,12 @@ def test_a_deadline_of_zero_or_less_ends_at_once_and_leaves_nothing(
     node: RunningDaemon, channel: Any, name: str
 ) -> None:
     call, message = raw(channel, name), REQUESTS[name].SerializeToString()
-    began = time.monotonic()
+    watch = Stopwatch()
     assert code_of(lambda: call(message, timeout=-1)) is Code.DEADLINE_EXCEEDED
     for timeout in (0, 1e-9, 1e-4, 1e-3):
         # A machine may be faster than its clock is fine.
         assert code_of(lambda timeout=timeout: call(message, timeout=timeout)) in TYPED  # type: ignore[misc]
-    assert time.monotonic() - began < ANSWERS_WITHIN_S
+    assert watch.seconds < ANSWERS_WITHIN_S
 
 
 def test_a_get_cancelled_after_any_of_its_messages_leaves_nothing() -> None:
@@ -375,7 +375,7 @@ def test_connections_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
                 mine = grpc.aio.insecure_channel(scene.edge.address, OWN_CONNECTION)
                 stub = KVStoreStub(await stack.enter_async_context(mine))
                 try:
-                    await stub.Health(pb.HealthRequest(), timeout=2.0)
+                    await stub.Health(pb.HealthRequest(), timeout=20.0)
                     codes.append(Code.OK)
                 except grpc.RpcError as e:
                     codes.append(e.code())

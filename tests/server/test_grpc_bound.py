@@ -19,7 +19,7 @@ import pytest
 
 from kvstore.core.holds import Session, Tenant
 from kvstore.server.bound import Bindings
-from kvstore.server.grpc_streams import GetStream
+from kvstore.server.grpc_get import GetStream
 from kvstored.v1 import PROTOCOL
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.errors import Unauthenticated
@@ -31,7 +31,7 @@ from tests.wire import Wire
 
 BLOCK = 64 << 10
 Code = grpc.StatusCode
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 @pytest.fixture(scope="module", params=["tcp", "unix"])

@@ -17,7 +17,7 @@ from tests.server.grpc_edge import Scene, refused, with_edge
 
 Code = grpc.StatusCode
 SERVING, NOT_SERVING, UNKNOWN = 1, 2, 3
-WAIT_S = 10.0
+WAIT_S = 30.0
 Ask = health_pb2.HealthCheckRequest
 
 
@@ -62,7 +62,7 @@ def test_changes_are_pushed_to_all_who_watch_also_after_one_has_left() -> None:
             began = time.monotonic()
             for watch in watches:
                 assert (await watch.read()).status == expected
-            assert time.monotonic() - began < 1.0
+            assert time.monotonic() - began < WAIT_S / 3
         for watch in (*watches, unknown):
             watch.cancel()
 
@@ -75,12 +75,12 @@ def test_who_watches_learns_of_the_end_and_does_not_hold_it_up() -> None:
         for watch in watches:
             assert (await watch.read()).status == SERVING
         began = time.monotonic()
-        stopping = asyncio.create_task(scene.edge.stop(5.0))
+        stopping = asyncio.create_task(scene.edge.stop(WAIT_S))
         for watch in watches:
             assert (await watch.read()).status == NOT_SERVING
             assert await watch.read() is grpc.aio.EOF
         await stopping
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < WAIT_S / 3
 
     with_edge(scenario)
 

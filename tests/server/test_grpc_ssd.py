@@ -17,14 +17,14 @@ from tests.server.gated_disk import READ, WRITE, GatedDaemon, gated
 from tests.server.grpc_edge import put_messages, refused
 from tests.server.ssd_program import BLOCK, Program, keys_of, row_of
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 HOST, SSD = pb.TIER_HOST, pb.TIER_SSD
 GET, MATCH, ACQUIRE = pb.OPERATION_GET, pb.OPERATION_MATCH, pb.OPERATION_ACQUIRE
 
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[GatedDaemon]:
-    with gated({"GET_LOAD_S": 0.5, "DURABLE_S": 1.0}, server__grpc="127.0.0.1:0") as daemon:
+    with gated({"GET_LOAD_S": 3.0, "DURABLE_S": 5.0}, server__grpc="127.0.0.1:0") as daemon:
         yield daemon
 
 
@@ -111,7 +111,7 @@ def test_a_get_whose_part_does_not_come_ends_as_a_miss(node: GatedDaemon, stub: 
         began = time.monotonic()
         assert get(stub, program.number, [*hot, *keys]) == (9, [block(hot[0], BLOCK)])
         assert get(stub, program.number, keys) == (8, [])
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < WAIT_S / 3
         assert get(stub, program.number, hot)[1] == [block(hot[0], BLOCK)]
     eventually(lambda: len(get(stub, program.number, keys)[1]) == 8, what="the SSD to be well again")
 
@@ -173,7 +173,8 @@ def test_prefetches_over_grpc_are_of_the_tenant(node: GatedDaemon, stub: Any, pr
         other = (("kvstored-tenant", "another"),)
         assert stub.Ticket(pb.TicketRequest(ticket=started.ticket), metadata=other).state == pb.TICKET_NONE
         assert program.ticket(started.ticket, wait_ms=0).state == pb.TICKET_NONE  # a session has its own
-    ended = stub.Ticket(pb.TicketRequest(ticket=started.ticket, wait_ms=1000))
+    asked = pb.TicketRequest(ticket=started.ticket, wait_ms=1000)
+    ended = eventually(lambda: (found := stub.Ticket(asked)).state != pb.TICKET_RUNNING and found)
     assert (ended.state, ended.blocks, ended.loaded, ended.why) == (pb.TICKET_DONE, 8, 8, "")
     assert program.match(keys) == [HOST] * 8
 
@@ -189,7 +190,8 @@ def test_a_load_over_grpc_is_for_a_session_and_is_its_own(node: GatedDaemon, stu
     with node.closed(READ):
         first = stub.Load(program.load_request(keys, wait_ms=0), metadata=token)
         assert first.ticket
-    reply = stub.Load(pb.LoadRequest(ticket=first.ticket, wait_ms=1000), metadata=token)
+    asked = pb.LoadRequest(ticket=first.ticket, wait_ms=1000)
+    reply = eventually(lambda: not (found := stub.Load(asked, metadata=token)).ticket and found)
     assert (len(reply.slots), reply.loaded, reply.why) == (8, 8, "")
     program.check(keys, reply.slots)
     row = row_of(program.stats(), ACQUIRE, SSD)

@@ -451,9 +451,9 @@ def test_a_client_that_stops_reading_holds_nothing_after_a_while() -> None:
         await scene.until(scene.held)
         began = time.monotonic()
         await scene.until(lambda: not scene.held() and not scene.store.sessions)
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < 20.0
         # Everybody else is served meanwhile.
-        assert (await scene.stub.Health(pb.HealthRequest(), timeout=0.5)).healthy
+        assert (await scene.stub.Health(pb.HealthRequest(), timeout=10)).healthy
         got = b""
         with refused(grpc.StatusCode.DEADLINE_EXCEEDED, "lease.ttl"):
             while (chunk := await call.read()) is not grpc.aio.EOF:

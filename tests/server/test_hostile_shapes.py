@@ -4,7 +4,6 @@ Each of these stopped the daemon for seconds once.
 """
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
 
@@ -16,6 +15,7 @@ from kvstored.v1 import kvstore_pb2 as pb
 from kvstored.v1.errors import ResourceExhausted
 from tests.conftest import RunningDaemon, eventually
 from tests.nodes import running
+from tests.stopwatch import Stopwatch
 from tests.wire import Wire
 
 BLOCK = 4096
@@ -43,9 +43,9 @@ def answered(node: RunningDaemon) -> Iterator[list[float]]:
     def ask() -> None:
         with Wire(node.socket) as wire:
             while not over.is_set():
-                began = time.monotonic()
+                watch = Stopwatch()
                 assert wire.call(health=pb.HealthRequest()).health.healthy
-                waits.append(time.monotonic() - began)
+                waits.append(watch.seconds)
                 over.wait(0.002)
             wire.leave()
 

@@ -11,7 +11,7 @@ from kvstore_client import Client
 from tests.conftest import KVSTORED, RunningDaemon, eventually
 from tests.nodes import block, running
 
-REFUSED_WITHIN_S = 10.0
+REFUSED_WITHIN_S = 60.0
 
 
 def start_beside(daemon: RunningDaemon, directory: Path, **settings: str) -> subprocess.CompletedProcess[str]:

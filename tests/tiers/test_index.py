@@ -402,8 +402,8 @@ def test_steps_take_about_their_budget() -> None:
         took.append(time.thread_time() - began)
     index.close()
     assert len(took) > 20
-    assert sorted(took)[len(took) // 2] < 0.003
-    assert max(took) < 0.010
+    assert sorted(took)[len(took) // 2] < 0.004
+    assert max(took) < 0.030
 
 
 def test_moves_of_several_tenants_share_one_budget() -> None:

@@ -49,6 +49,12 @@ ENGINE = (
     *("load_format", "model_impl", "modelopt_quant", "rl_quant_profile"),
     *("kv_cache_dtype", "mamba_ssm_dtype", "attention_backend", "prefill_attention_backend"),
     *("speculative_draft_model_path", "speculative_draft_model_revision", "speculative_draft_model_quantization"),
+    *("context_length", "trust_remote_code", "model_config_parser", "decrypted_config_file", "is_embedding"),
+    *("custom_weight_loader", "model_loader_extra_config", "modelopt_checkpoint_restore_path", "quantize_and_serve"),
+    *("kt_method", "kt_weight_path", "kt_num_gpu_experts", "enable_deepseek_v4_fp4_indexer", "qsa_indexer_dtype"),
+    *("linear_attn_backend", "enable_mamba_cache_stochastic_rounding", "enable_int8_mamba_checkpoint"),
+    *("enable_multimodal", "language_model_only", "mm_process_config", "image_processor_backend"),
+    *("disable_fast_image_processor", "mm_attention_backend"),
 )
 """The engine's own arguments that change what a page of the same size means."""
 

@@ -11,7 +11,8 @@ the store's memory and the cache's tensors. What the blocks mean is the namespac
 
 Only what those and the token ids decide can be found by token ids. So one prompt at a time, without
 padding, positions from 0; and refused by name is whatever would come back as something else: cache
-layers other than DynamicLayer, keys that depend on a prompt's length, prompts that are not only tokens.
+layers other than DynamicLayer, keys that depend on a prompt's length, prompts that are not only tokens,
+adapters with tokens of their own.
 
 The store is never the model's trouble: a daemon that is away, full or slow is a miss, or blocks not stored.
 """
@@ -89,6 +90,7 @@ class PrefixCache:
         model = self._model
         if model.training:
             raise FailedPrecondition("the model is in training mode, where dropout is part of what it computes: eval()")
+        _check_adapters(model)
         identity = (
             self._weights.name(),
             str(model.config._attn_implementation),
@@ -231,7 +233,8 @@ def _check_model(model: Any) -> None:
         raise InvalidArgument(f"{name} has an encoder, whose input the cache depends on as well")
     if config.get_text_config(decoder=True) is not config:
         raise InvalidArgument(f"{name} takes more than tokens, and the cache depends on that as well")
-    if getattr(config, "use_bidirectional_attention", None):
+    both_ways = (getattr(config, field, None) for field in ("use_bidirectional_attention", "prefix_lm"))
+    if any(both_ways) or getattr(config, "is_causal", True) is False:
         raise InvalidArgument(f"{name} attends to later tokens, so no prefix is the same in two prompts")
     for rope_type in _rope_types([getattr(config, field, None) for field in ("rope_parameters", "rope_scaling")]):
         if rope_type in LENGTH_DEPENDENT:
@@ -242,6 +245,16 @@ def _check_model(model: Any) -> None:
     if len(devices) > 1:
         raise InvalidArgument(f"{name} is spread over {', '.join(sorted(devices))}; only models on one device are kept")
     _check_layers(DynamicCache(config=config).layers)
+
+
+def _check_adapters(model: Any) -> None:
+    """Raises InvalidArgument for peft's adapters by which a cache is not the states of the ids alone, in order."""
+    for name, adapter in dict(getattr(model, "peft_config", None) or {}).items():
+        kind = str(getattr(adapter, "peft_type", type(adapter).__name__)).rpartition(".")[2]
+        if getattr(adapter, "is_prompt_learning", False):
+            raise InvalidArgument(f"adapter {name!r} ({kind}) puts tokens of its own before a prompt's")
+        if getattr(adapter, "alora_invocation_tokens", None):
+            raise InvalidArgument(f"adapter {name!r} ({kind}) begins at its last invocation, which no prefix tells")
 
 
 def _check_layers(layers: Sequence[Any]) -> None:

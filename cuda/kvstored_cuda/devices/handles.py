@@ -91,18 +91,25 @@ class Generation:
 
 
 class _Mine:
+    """This process's, made once whichever threads ask first: what is named by another one is stale to all others."""
+
     def __init__(self) -> None:
-        self._pid = 0
-        self._generation: Generation | None = None
+        self._of: dict[int, Generation] = {}
 
     def of(self, pid: int) -> Generation:
-        if self._generation is None or self._pid != pid:
-            self._generation = Generation(pid, start_ticks(pid) or 0, os.urandom(NONCE_BYTES))
-            self._pid = pid
-        return self._generation
+        found = self._of.get(pid)
+        if found is None:
+            made = Generation(pid, start_ticks(pid) or 0, os.urandom(NONCE_BYTES))
+            found = self._of.setdefault(pid, made)  # one step: a thread that was faster has made it
+        return found
+
+    def forget(self) -> None:
+        """In a forked child, whose number may have been an ancestor's."""
+        self._of.clear()
 
 
 _mine = _Mine()
+os.register_at_fork(after_in_child=_mine.forget)
 
 
 @dataclass(frozen=True)

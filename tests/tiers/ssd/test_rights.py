@@ -38,11 +38,11 @@ REFUSED = [
 @contextmanager
 def immutable(*paths: Path) -> Iterator[None]:
     """Nobody may write to them, root neither."""
-    subprocess.run(["chattr", "+i", *paths], check=True, timeout=10)
+    subprocess.run(["chattr", "+i", *paths], check=True, timeout=60)
     try:
         yield
     finally:
-        subprocess.run(["chattr", "-i", *paths], check=True, timeout=10)
+        subprocess.run(["chattr", "-i", *paths], check=True, timeout=60)
 
 
 def written(path: Path, layout: str = EXTENTS) -> set[bytes]:

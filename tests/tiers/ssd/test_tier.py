@@ -421,7 +421,7 @@ def test_more_jobs_than_the_limit_are_refused_at_once(open_rig: OpenRig, monkeyp
 
 
 def test_close_finishes_what_is_under_way_and_answers_the_rest(open_rig: OpenRig) -> None:
-    layer = FaultLayer()
+    layer, before = FaultLayer(), set(threading.enumerate())
     rig = open_rig(layer, writers=2)
     layer.writing = gate = Gate()
     for number in range(6):
@@ -441,7 +441,7 @@ def test_close_finishes_what_is_under_way_and_answers_the_rest(open_rig: OpenRig
     assert closed == [([], [])]
     assert set(rig.records()) == {key_of(0), key_of(1)}
     assert rig.tier.close(1) == ([], [])
-    names = {thread.name for thread in threading.enumerate()}
+    names = {thread.name for thread in set(threading.enumerate()) - before}
     assert not any(name.startswith("ssd-") for name in names)
 
 

@@ -26,7 +26,7 @@ from kvstore_client.connectors.vllm.handoff import HANDOFF_S, answer_to, asks_fo
 from kvstore_client.connectors.vllm.hits import MISS, Hit, longest
 from kvstore_client.connectors.vllm.messages import Load, Orders, Report, Run, Save, Space, Stored
 from kvstore_client.connectors.vllm.settings import Settings
-from kvstore_client.connectors.vllm.spaces import Description, Namespaces, weights_of
+from kvstore_client.connectors.vllm.spaces import Adapters, Description, Namespaces
 from kvstore_client.connectors.vllm.unsure import Unsure
 from kvstore_client.errors import KVStoreError
 
@@ -60,7 +60,7 @@ class Tracked:
     refused: bool = False
     """A load has failed: the rest is computed."""
     stale: bool = False
-    """Computed before a reset of the cache: not to be saved."""
+    """Computed before a reset of the cache, or with an adapter that nobody can name: not to be saved."""
 
 
 @dataclass
@@ -106,7 +106,7 @@ class SchedulerSide:
         self._ranks: list[Namespaces] = []
         self._pool: Any = None
         self._era = ""
-        self._adapters: dict[tuple[int, str, str], str] = {}
+        self._adapters = Adapters(vllm_config.lora_config)
         self._tracked: dict[str, Tracked] = {}
         self._failed: OrderedDict[bytes, float] = OrderedDict()
         self._loads: list[Load] = []
@@ -215,24 +215,17 @@ class SchedulerSide:
     def _track(self, request: Any) -> Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.request is not request:
-            parameters = request.kv_transfer_params or {}
+            parameters, adapter = request.kv_transfer_params or {}, self._adapters.name(request.lora_request)
             tracked = Tracked(
                 request=request,
-                space=Space(self._adapter(request.lora_request), request.cache_salt or "", self._era),
+                space=Space(adapter or "", request.cache_salt or "", self._era),
                 conversation=str(parameters.get("conversation", ""))[:64],
                 saved=[0] * len(self._groups),
+                refused=adapter is None,
+                stale=adapter is None,
             )
             self._tracked[request.request_id] = tracked
         return tracked
-
-    def _adapter(self, lora: Any) -> str:
-        """A name for an adapter's weights: read when it is first met, as the engine does, or loads it anew in place."""
-        if lora is None:
-            return ""
-        at = (lora.lora_int_id, lora.lora_name, lora.lora_path)
-        if at not in self._adapters or getattr(lora, "load_inplace", False):
-            self._adapters[at] = f"{lora.lora_name} {weights_of(lora.lora_path)}"
-        return self._adapters[at]
 
     def allocated(self, request: Any, tables: Sequence[Sequence[int]], tokens: int) -> None:
         """The engine has taken blocks for `tokens` that `lookup` promised."""
