@@ -179,6 +179,8 @@ def test_arguments_of_the_engine_that_decide_about_bytes_name_its_blocks(tmp_pat
     (tmp_path / "llama").rename(tmp_path / "moved")
     moved = ModelConfig(model=str(tmp_path / "moved"), skip_tokenizer_init=True, dtype="float32", max_model_len=1024)
     assert arguments_digest(moved) == plain, "the place of the files says nothing"
+    moved.quantization_config = lambda layer: layer
+    assert arguments_digest(moved) != arguments_digest(moved), "what cannot be named is nobody else's"
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,7 @@ def side_of(client: Client, *specs: KVCacheSpec) -> scheduling.SchedulerSide:
         cache_config=CacheConfig(block_size=16),
         kv_transfer_config=SimpleNamespace(is_kv_producer=True),
         parallel_config=SimpleNamespace(world_size=1),
+        lora_config=None,
         kv_events_config=None,
     )
     kv_config = KVCacheConfig(num_blocks=17, kv_cache_tensors=[], kv_cache_groups=groups, hash_block_size=16)

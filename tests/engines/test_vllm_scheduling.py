@@ -79,7 +79,7 @@ def test_preempted_requests_come_to_the_same_tokens_and_store_no_others(
     assert came["tokens"] == expected
     engine.stop()
     # Every block that was stored meanwhile is loaded by somebody else, who has room for all.
-    other = start_engine(daemon.endpoint, block_size=32).ready()
+    other = start_engine(daemon.endpoint, block_size=32, max_model_len=1024).ready()
     assert [other.generate(one, tokens=80)["tokens"][0] for one in asked] == expected
     counted = other.counters()
     assert counted["load_failures"] == 0

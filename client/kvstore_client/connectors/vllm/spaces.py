@@ -230,11 +230,18 @@ def config_digest(hf_config: Any) -> str:
 
 
 def arguments_digest(model: Any) -> str:
-    """Of the engine's arguments that may decide about bytes, among them the longest prompt (longrope goes by it)."""
-    factors = get_hash_factors(model, SILENT | {"multimodal_config"})
-    if model.multimodal_config is not None:
-        factors["multimodal"] = sorted(get_hash_factors(model.multimodal_config, SILENT).items())
-    return str(hash_factors(factors))
+    """Of the engine's arguments that may decide about bytes, among them the longest prompt (longrope goes by it).
+
+    Of one that says nothing the same in another process (an object without a form in words) no block is shared.
+    """
+    try:
+        factors = get_hash_factors(model, SILENT | {"multimodal_config"})
+        if model.multimodal_config is not None:
+            factors["multimodal"] = sorted(get_hash_factors(model.multimodal_config, SILENT).items())
+        return str(hash_factors(factors))
+    except TypeError as e:
+        log.warning("kvstored keeps blocks of this engine for itself alone: an argument cannot be named: %s", e)
+        return os.urandom(16).hex()
 
 
 @functools.cache
