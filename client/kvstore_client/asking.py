@@ -137,7 +137,7 @@ class Asker:
         self._number = 0
         """Of the thread that asks; others are left in a question."""
         self._missing = False
-        """That thread could not be started."""
+        """That thread could not be started, or has ended by an error."""
         self._seen = 0.0, 0.0
         """Since when a question hung that `look` has seen, and when that was first."""
         self.closed = False
@@ -213,9 +213,17 @@ class Asker:
     # -- the thread
 
     def _work(self, number: int) -> None:
-        while (pause_s := self._turn(number)) >= 0:
-            self._wake.wait(pause_s)
-        self._wake.set()  # another one goes on with what this one was left in
+        try:
+            while (pause_s := self._turn(number)) >= 0:
+                self._wake.wait(pause_s)
+            self._wake.set()  # another one goes on with what this one was left in
+        except Exception:
+            log.exception("the thread that asks a device has ended; another one goes on")
+            with self._lock:
+                self._missing = number == self._number
+                in_hand = self._asked.pop(number, None)
+                if in_hand is not None:
+                    self._again(in_hand[0])
 
     def _turn(self, number: int) -> float:
         """Asks all that is due, once. Seconds until more is; below zero: this thread is not needed any more."""
@@ -231,11 +239,11 @@ class Asker:
                 self._asked[number] = question, time.monotonic()
             over = _is_over(question)
             with self._lock:
-                del self._asked[number]
                 if over:
                     self._kept.discard(question)
                 else:
                     self._again(question)
+                del self._asked[number]
             del question  # without the lock: finalizers of what was kept run here
 
     def _take(self) -> None:

@@ -186,7 +186,9 @@ class Keeper:
 
     def tell(self, session: Session) -> None:
         """Says what was done until now; namespaces that this session has not opened yet are opened for it."""
-        for digest in self.reads.namespaces() - session.namespaces.good().keys():
+        for digest in self.reads.namespaces():
+            if session.namespaces.get(digest) is not None:
+                continue
             try:
                 self.opened(session, self.known[digest])
             except Unavailable:

@@ -316,21 +316,22 @@ class LocalReads:
         Answers the slowest tier, and how many blocks behind are there and had no turn or room in time.
         """
         opened, tier, busy, moves = self._opened(session, ns), HOST, 0, 0
-        more: Held | None
         try:
             with self._loads(session, ns, keys, until, inf) as loads:
                 while len(slots) < len(keys):
-                    part, more = loads.bring(len(slots)), None
-                    here = self._in_memory(session, ns, [keys[len(slots)]])
+                    part = loads.bring(len(slots))
                     if part is not None and part.hold is not None:
-                        more = part.slots, part.hold
+                        held.append((part.slots, part.hold))
+                        slots += part.slots
                         tier = loads.tier
-                    elif here == [True]:
-                        more = self._hold(session, opened, keys[len(slots) :], answer_s(session, until))
-                    if more is not None and more[0]:
-                        held.append(more)
-                        slots += more[0]
                         continue
+                    here = self._in_memory(session, ns, [keys[len(slots)]])
+                    if here == [True]:
+                        more = self._hold(session, opened, keys[len(slots) :], answer_s(session, until))
+                        if more[0]:
+                            held.append(more)
+                            slots += more[0]
+                            continue
                     moves += 1
                     if loads.tried or moves > MOVES_MAX or not here:
                         break

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 GOOD_S = 1800.0
 
 KEPT = 4096
-"""Above so many those that are good no more are forgotten."""
+"""Above so many, and each time that they have doubled, those that are good no more are forgotten."""
 
 Opened = TypeVar("Opened")
 
@@ -23,6 +23,7 @@ class Numbers(Generic[Opened]):
         self._clock = clock
         self._of: dict[bytes, tuple[Opened, float]] = {}
         """With when it was used last."""
+        self._forget_at = KEPT
 
     def get(self, digest: bytes) -> Opened | None:
         """To be used now; None where it must be opened, for the first time or again."""
@@ -34,10 +35,11 @@ class Numbers(Generic[Opened]):
 
     def __setitem__(self, digest: bytes, opened: Opened) -> None:
         now = self._clock()
-        if len(self._of) >= KEPT:
+        if len(self._of) >= self._forget_at:
             for old, (_, used) in list(self._of.items()):
                 if used <= now - GOOD_S:
                     self._of.pop(old, None)
+            self._forget_at = max(KEPT, 2 * len(self._of))
         self._of[digest] = opened, now
 
     def good(self) -> dict[bytes, Opened]:
