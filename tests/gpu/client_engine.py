@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +257,10 @@ class Served:
 
     def close(self) -> Any:
         self.client.close()
+
+
+Engines = Callable[..., Served]
+"""The fixture `engine` starts them."""
 
 
 def main() -> None:

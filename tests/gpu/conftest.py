@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.cuda import gpu_marker
+from tests.gpu.client_engine import Engines, Served
 from tests.gpu.gpu_nodes import UUIDS, GpuNode, host_device
 from tests.gpu.raw_engine import EngineProcess, RawEngine
 
@@ -45,6 +46,21 @@ def start_gpu_node() -> Iterator[Callable[..., GpuNode]]:
 def gpu_node(start_gpu_node: Callable[..., GpuNode]) -> GpuNode:
     """A daemon with one device, a pool of 16 MiB on it, and 64 MiB of memory."""
     return start_gpu_node()
+
+
+@pytest.fixture
+def engine() -> Iterator[Engines]:
+    """Engines in this process: `engine(node, timeout_s=2.0, faults="open:delay=1")`."""
+    running: list[Served] = []
+
+    def start(node: GpuNode, timeout_s: float = 5.0, **device: Any) -> Served:
+        running.append(Served(node.endpoint, node.uuids[0], "nhd", "bf16", 64, timeout_s=timeout_s, device=device))
+        return running[-1]
+
+    yield start
+    for one in running:
+        one.gate.set()
+        one.close()
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,29 +14,12 @@ from kvstore_client import Client, DeadlineExceeded, FailedPrecondition, admin
 from kvstored.v1 import kvstore_pb2 as pb
 from kvstored_cuda.devices.errors import DeviceLost, IpcRefused, OtherDriver
 from tests.conftest import eventually
-from tests.gpu.client_engine import Cache, Engine, Served, keys_of, namespace_for, use_host_device
+from tests.gpu.client_engine import Cache, Engine, Engines, Served, keys_of, namespace_for, use_host_device
 from tests.gpu.gpu_nodes import GpuNode
 
 COUNT = 6
 CALL_S = 2.0
 """So long that what a call does before it waits for the daemon is nothing beside it, on a slow machine, too."""
-
-Engines = Callable[..., Served]
-
-
-@pytest.fixture
-def engine() -> Iterator[Engines]:
-    """Engines in this process: `engine(node, faults="open:delay=1")`."""
-    running: list[Served] = []
-
-    def start(node: GpuNode, timeout_s: float = 5.0, **device: Any) -> Served:
-        running.append(Served(node.endpoint, node.uuids[0], "nhd", "bf16", 64, timeout_s=timeout_s, device=device))
-        return running[-1]
-
-    yield start
-    for one in running:
-        one.gate.set()
-        one.close()
 
 
 def to(node: GpuNode) -> str:

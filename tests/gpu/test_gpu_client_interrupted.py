@@ -5,7 +5,6 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -15,7 +14,7 @@ from kvstore_client import Client, FailedPrecondition, devices
 from kvstore_client.local import LocalTransport
 from kvstore_client.pools import Pools
 from tests.conftest import eventually
-from tests.gpu.client_engine import Served, keys_of
+from tests.gpu.client_engine import Engines, Served, keys_of
 from tests.gpu.gpu_nodes import GpuNode
 
 COUNT = 4
@@ -27,21 +26,6 @@ WAYS = {
     "slab": "open:fail=IpcRefused",
     "staged": "open:fail=IpcRefused;register:fail=PageLockRefused",
 }
-Engines = Callable[..., Served]
-
-
-@pytest.fixture
-def engine() -> Iterator[Engines]:
-    running: list[Served] = []
-
-    def start(node: GpuNode, timeout_s: float = 5.0, **device: Any) -> Served:
-        running.append(Served(node.endpoint, node.uuids[0], "nhd", "bf16", 64, timeout_s=timeout_s, device=device))
-        return running[-1]
-
-    yield start
-    for one in running:
-        one.gate.set()
-        one.close()
 
 
 class Interrupt:

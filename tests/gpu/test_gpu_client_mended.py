@@ -4,7 +4,6 @@ Each test stops a stream, has the client let go of what that stream uses, and lo
 """
 
 import threading
-from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,29 +18,12 @@ from kvstore_client.pool import Pool
 from kvstored_cuda.devices.device import Direction
 from kvstored_cuda.devices.host_device import HostDevice
 from tests.conftest import eventually
-from tests.gpu.client_engine import Served, keys_of
+from tests.gpu.client_engine import Engines, Served, keys_of
 from tests.gpu.gpu_nodes import GpuNode
 
 COUNT = 4
 LATE_S = 1.5
 """A put whose stream stands still gives up after that; what is not late has the time on a slow machine, too."""
-
-Engines = Callable[..., Served]
-
-
-@pytest.fixture
-def engine() -> Iterator[Engines]:
-    """Engines in this process: `engine(node, timeout_s=LATE_S)`."""
-    running: list[Served] = []
-
-    def start(node: GpuNode, timeout_s: float = 5.0, **device: Any) -> Served:
-        running.append(Served(node.endpoint, node.uuids[0], "nhd", "bf16", 64, timeout_s=timeout_s, device=device))
-        return running[-1]
-
-    yield start
-    for one in running:
-        one.gate.set()
-        one.close()
 
 
 def to(node: GpuNode) -> str:

@@ -1,37 +1,18 @@
 """The staging buffer of a client: what becomes of its events and its memory when copies are many, late, or lost."""
 
 import os
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
 from kvstore_client.local import LocalTransport
 from kvstore_client.pools import Pools
 from tests.conftest import eventually
-from tests.gpu.client_engine import Served, keys_of
+from tests.gpu.client_engine import Engines, Served, keys_of
 from tests.gpu.gpu_nodes import GpuNode
 
 COUNT = 4
 STAGED = "open:fail=IpcRefused;register:fail=PageLockRefused"
 NOT_EVEN_A_BUFFER = f"{STAGED};host_allocate:fail=PageLockRefused"
-
-Engines = Callable[..., Served]
-
-
-@pytest.fixture
-def engine() -> Iterator[Engines]:
-    """Engines in this process: `engine(node, faults=STAGED)`."""
-    running: list[Served] = []
-
-    def start(node: GpuNode, timeout_s: float = 5.0, **device: Any) -> Served:
-        running.append(Served(node.endpoint, node.uuids[0], "nhd", "bf16", 64, timeout_s=timeout_s, device=device))
-        return running[-1]
-
-    yield start
-    for one in running:
-        one.gate.set()
-        one.close()
 
 
 def put_and_get(one: Served, name: str = "k") -> None:
