@@ -96,7 +96,7 @@ def test_what_a_put_that_fails_late_did_not_settle_goes_back(daemon: RunningDaem
     ns = client.raw_namespace("slots", BLOCK)
     put_that_fails_in_its_second_step(ns)
     session = session_of(client)
-    assert not len(session.writing)
+    eventually(lambda: not len(session.writing), what="the daemon to be told, by whoever has the session")
     session.return_idle_grants(0.0)
 
     def granted() -> Any:
